@@ -1,0 +1,844 @@
+"""What the six scripts share and what is not the algorithm: loading, sampling, log-probabilities, rewards, data, checkpoints, logging.
+
+Letters: N prompts per step, G completions per prompt, B = N * G rows (the G rows of a prompt adjacent), T completion tokens, V vocabulary.
+A batch is a dict. Its tensors have B rows; its lists have B entries:
+    input_ids      (B, L)  prompt, then completion, right-padded: no position or attention mask is needed to score it
+    prompt_length  (B,)    column t of every (B, T) tensor is the token input_ids[prompt_length + t]
+    mask           (B, T)  1 up to and including the first stop token, 0 after it
+    logprobs       (B, T)  log-probabilities of the completion tokens, as sampled
+    truncated      (B,)    True where no stop token came within max_new_tokens
+    prompts, completions   list of Prompt, list of str
+Scripts add their own: ref_logprobs, old_logprobs, advantages, weights, ...
+"""
+
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import fields
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import torch
+import tyro
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+
+class InputError(Exception):
+    """Something the user gave can't be used; the message is one sentence that names it and says what would be right."""
+
+
+class Prompt(NamedTuple):
+    ids: list[int]  # token ids, special tokens included
+    text: str  # the same as text, as reward functions see it
+    row: dict  # the dataset row with every column, untouched
+
+
+class Reward(NamedTuple):
+    name: str
+    weight: float
+    fn: Callable  # (prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]
+    model: torch.nn.Module | None  # the reward model behind fn, where there is one
+
+
+# --- start-up and randomness ---
+
+
+def launch(main, Args, description: str) -> None:
+    """Parse the command line into Args and run main(args); an InputError ends the run with one sentence.
+
+    With --resume RUN_FOLDER the flags of that run are the defaults, and what is typed beside it wins and is announced.
+    """
+    args = tyro.cli(Args, description=description)
+    try:
+        if args.resume:
+            saved = read_json(Path(args.resume) / "args.json")
+            saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
+            saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+            args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}))
+            for name, old in saved.items():
+                if name not in ("resume", "output_dir") and getattr(args, name) != old:
+                    print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
+        main(args)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+def generator(*key) -> torch.Generator:
+    """CPU random generator seeded by a hash of key, e.g. (seed, "sample", step).
+
+    All randomness is drawn from such generators: nothing depends on what was drawn before, so evaluation can't disturb
+    training and a resumed run needs no random state.
+    """
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Device and compute dtype; "auto" is the accelerator if there is one, and bfloat16 autocast on cuda only."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    return torch.device(device), getattr(torch, dtype)
+
+
+class Timer:
+    """Seconds since the last lap, by name, waiting for the GPU first so that they belong to the right lap."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.laps, self.last = device, {}, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self.last
+        self.last = now
+
+
+# --- models ---
+
+
+def locate(path: str) -> str:
+    """The path itself if it exists, else the same path beside this file if that exists (tiny/ from any folder), else a hub id."""
+    beside = Path(__file__).parent / path
+    return str(beside) if not Path(path).exists() and beside.exists() else path
+
+
+def load_tokenizer(path: str):
+    """The model's own tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(locate(path))
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer of {path} has no eos_token, so no completion could ever end; set one in its tokenizer_config.json")
+    return tokenizer
+
+
+def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool):
+    """Move to the device; float32 weights whatever the checkpoint's dtype; no dropout anywhere, so that the ratio of two passes is exact.
+
+    NOTE: with bfloat16 weights a step of 1e-6 is rounded away; dtype is the autocast dtype of the forward passes alone.
+    """
+    model.compute_dtype = dtype
+    return model.to(device).eval().requires_grad_(trainable)
+
+
+def load_policy(path: str, device: torch.device, dtype: torch.dtype, trainable: bool = True):
+    """A causal language model, from a folder or a hub id."""
+    return prepare(AutoModelForCausalLM.from_pretrained(locate(path), dtype=torch.float32), device, dtype, trainable)
+
+
+def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
+    """A sequence-classification model with one label."""
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        locate(path), dtype=torch.float32, num_labels=1, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise InputError(f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1")
+    return prepare(model, device, dtype, trainable=False)
+
+
+class ValueModel(torch.nn.Module):
+    """A trunk and a scalar head: V(x, y_<t) at every position, from a causal LM (zero head, so V = 0 at first) or a reward model (its head)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.trunk = model.base_model
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        source = getattr(model, "score", None)
+        torch.nn.init.zeros_(self.head.weight)
+        if source is not None:
+            self.head.weight.data.copy_(source.weight.data)
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        keep = completion_positions(batch)
+        with autocast(self):
+            hidden = self.trunk(input_ids=batch["input_ids"][:, :-1], use_cache=False).last_hidden_state
+        return scatter_tokens(self.head(hidden[keep].float())[:, 0], batch["mask"])  # (B, T)
+
+
+def load_value_model(path: str | None, model: str, rewards: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype) -> ValueModel:
+    """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
+    readable = (r.name for r in rewards if r.model is not None and load_tokenizer(r.name).get_vocab() == tokenizer.get_vocab())
+    path = path or next(readable, model)
+    kinds = AutoConfig.from_pretrained(locate(path)).architectures or []
+    kind = AutoModelForSequenceClassification if any("SequenceClassification" in k for k in kinds) else AutoModelForCausalLM
+    print(f"value model: starts from {path}")
+    return prepare(ValueModel(kind.from_pretrained(locate(path), dtype=torch.float32)), device, dtype, trainable=True)
+
+
+class ValueHead(torch.nn.Module):
+    """A scalar head on the policy's own trunk; it reads the hidden states of the policy's latest forward pass, so it costs no second one."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(self.head.weight)
+        policy.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: setattr(self, "hidden", inputs[0]))
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return scatter_tokens(self.head(self.hidden.float())[:, 0], batch["mask"])  # (B, T)
+
+
+def autocast(model):
+    """Run a forward pass in the model's compute dtype; weights stay float32."""
+    if model.compute_dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=model.compute_dtype)
+
+
+# --- sampling ---
+
+
+def stop_token_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's eos and all of the generation config's."""
+    ids = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])})
+
+
+def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (B,) drawn from softmax(logits / temperature), and their log-probabilities (B,), by inverting the cumulative distribution.
+
+    Nothing is cut (no top-k, no top-p): what is sampled is what is trained. float64, as a float32 sum over a large
+    vocabulary is too coarse for its tail.
+    """
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    cumulative = torch.softmax(logits.float() / temperature, -1).to(wide).cumsum(-1)  # (B, V)
+    threshold = uniform.to(logits.device, wide)[:, None] * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
+    return ids, token_logprobs(logits, ids, temperature)
+
+
+@torch.no_grad()
+def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple) -> dict:
+    """Sample group_size completions of each prompt: a batch (see the top of this file).
+
+    key seeds one uniform number per row and token position, so a completion depends on nothing else in the batch.
+    Each prompt is read once; its cache is then repeated for the group. Finished rows leave once they are a quarter.
+    """
+    device, stops = policy.device, torch.tensor(stop_token_ids(policy, tokenizer), device=policy.device)
+    B = len(prompts) * group_size
+    uniform = torch.rand(B, max_new_tokens, generator=generator(*key), dtype=torch.float64)
+    new_ids = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(B, max_new_tokens, device=device)
+    length = torch.full((B,), max_new_tokens, device=device)
+    truncated = torch.ones(B, dtype=torch.bool, device=device)
+
+    # left-padded prompts, with explicit positions: models with absolute positions need them
+    prompt_ids = [torch.tensor(p.ids) for p in prompts]
+    attention = pad_sequence([torch.ones_like(ids) for ids in prompt_ids], batch_first=True, padding_side="left").to(device)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=policy.config)
+    inputs = pad_sequence(prompt_ids, batch_first=True, padding_side="left").to(device)
+    with autocast(policy):
+        logits = policy(inputs, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    cache.batch_repeat_interleave(group_size)
+    logits, attention, positions = (x.repeat_interleave(group_size, 0) for x in (logits, attention, positions[:, -1:]))
+
+    rows = torch.arange(B, device=device)  # the rows still in the cache
+    for t in range(max_new_tokens):
+        ids, new_ids_logprobs = sample_tokens(logits, uniform[rows.cpu(), t], temperature)
+        running = truncated[rows]  # no stop token so far; the others are carried along unread
+        new_ids[rows[running], t], logprobs[rows[running], t] = ids[running], new_ids_logprobs[running]
+        ended = rows[running & torch.isin(ids, stops)]
+        length[ended], truncated[ended] = t + 1, False
+        running = truncated[rows]
+        if t + 1 == max_new_tokens or not running.any():
+            break
+        if running.float().mean() <= 0.75:
+            cache.batch_select_indices(running)
+            rows, ids, attention, positions = rows[running], ids[running], attention[running], positions[running]
+        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
+        positions = positions + 1
+        with autocast(policy):
+            logits = policy(ids[:, None], attention_mask=attention, position_ids=positions, cache=cache, use_cache=True).logits[:, -1]
+
+    T = int(length.max())
+    mask = (torch.arange(T, device=device) < length[:, None]).float()
+    sequences = [torch.cat([prompt_ids[i // group_size].to(device), new_ids[i, :n]]) for i, n in enumerate(length.tolist())]
+    stopless = [new_ids[i, : n - (not cut)].tolist() for i, (n, cut) in enumerate(zip(length.tolist(), truncated.tolist()))]
+    return {
+        "input_ids": pad_sequence(sequences, batch_first=True),
+        "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
+        "mask": mask,
+        "logprobs": logprobs[:, :T] * mask,
+        "truncated": truncated,
+        "prompts": [p for p in prompts for _ in range(group_size)],
+        "completions": tokenizer.batch_decode(stopless, skip_special_tokens=True),
+    }
+
+
+# --- batches ---
+
+
+def select(batch: dict, rows: torch.Tensor) -> dict:
+    """The given rows of every entry."""
+    return {k: [v[i] for i in rows.tolist()] if isinstance(v, list) else v[rows] for k, v in batch.items()}
+
+
+def concatenate(first: dict, second: dict) -> dict:
+    """The rows of both, padded on the right to the wider."""
+    joined = {}
+    for k, a in first.items():
+        b = second[k]
+        if isinstance(a, torch.Tensor) and a.dim() == 2:
+            width = max(a.shape[1], b.shape[1])
+            a, b = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b))
+        joined[k] = a + b if isinstance(a, list) else torch.cat([a, b])
+    return joined
+
+
+def minibatches(batch: dict, num_epochs: int, minibatch_size: int | None, key: tuple):
+    """num_epochs passes over the batch, each in a new random order and cut into minibatches of minibatch_size rows (None: all).
+
+    A last, shorter minibatch is an optimizer step like the others, with its own denominators.
+    """
+    B = len(batch["mask"])
+    for epoch in range(num_epochs):
+        order = torch.randperm(B, generator=generator(*key, epoch)).to(batch["mask"].device)
+        for rows in order.split(minibatch_size or B):
+            yield select(batch, rows)
+
+
+def microbatches(batch: dict, microbatch_tokens: int):
+    """Cut a batch into pieces of at most microbatch_tokens tokens, padding included (one row at least), each cut to its own width.
+
+    Rows of like length go together. The result of an update can't depend on the cut: losses are sums with weights that
+    were computed over the whole minibatch.
+    """
+    completion_length = batch["mask"].sum(1).long()
+    length = batch["prompt_length"] + completion_length
+    order = length.argsort(descending=True, stable=True)
+    while len(order):
+        width = int(length[order[0]])
+        rows, order = order.split([n := min(len(order), max(1, microbatch_tokens // width)), len(order) - n])
+        T = int(completion_length[rows].max())
+        micro = select({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}, rows)
+        micro = {k: v[:, : width if k == "input_ids" else T] if v.dim() == 2 else v for k, v in micro.items()}
+        yield micro | {"rows": rows}
+
+
+@torch.no_grad()
+def no_grad_pass(fn: Callable, batch: dict, microbatch_tokens: int):
+    """fn(microbatch) for the whole batch, without gradients: its (m, t) tensor, or tuple of them, as (B, T)."""
+    results = None
+    for micro in microbatches(batch, microbatch_tokens):
+        outputs = fn(micro)
+        pieces = outputs if isinstance(outputs, tuple) else (outputs,)
+        results = results or tuple(torch.zeros_like(batch["mask"]) for _ in pieces)
+        for result, piece in zip(results, pieces):
+            result[micro["rows"], : piece.shape[1]] = piece
+    return results if isinstance(outputs, tuple) else results[0]
+
+
+# --- log-probabilities, masks, weights ---
+
+
+def completion_positions(batch: dict) -> torch.Tensor:
+    """(B, L - 1) bool: the positions whose output predicts a completion token. The one place of the shift between logits and tokens.
+
+    Example: prompt of 3 tokens a b c, completion d e. Position 2 (c) predicts d and position 3 (d) predicts e: [0, 0, 1, 1].
+    """
+    position = torch.arange(batch["input_ids"].shape[1] - 1, device=batch["mask"].device)
+    first = batch["prompt_length"][:, None] - 1
+    return (position >= first) & (position < first + batch["mask"].sum(1, keepdim=True))
+
+
+def scatter_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One number per completion token, in a row (n,), to where the mask is 1: (B, T), 0 elsewhere."""
+    return x.new_zeros(mask.shape).masked_scatter(mask.bool(), x)
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log-softmax(logits / temperature) at ids, float32: (..., V), (...) -> (...). Keeps no float32 copy of the log-softmax."""
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Entropy in nats of softmax(logits / temperature), float32: (..., V) -> (...)."""
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return logits.logsumexp(-1) - torch.linalg.vecdot(logits.softmax(-1), logits)
+
+
+def completion_logits(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (n, V) that predict the batch's n completion tokens, in row order, and those tokens (n,).
+
+    Rows are right-padded and attention is causal, so no token sees padding and no attention mask is needed.
+    """
+    keep = completion_positions(batch)
+    with autocast(model):
+        logits = model(batch["input_ids"][:, :-1], use_cache=False, logits_to_keep=keep).logits
+    return logits, batch["input_ids"][:, 1:][keep]
+
+
+def logprobs_of(model, temperature: float, batch: dict) -> torch.Tensor:
+    """Log-probabilities of the completion tokens, (B, T), 0 outside the mask."""
+    return scatter_tokens(token_logprobs(*completion_logits(model, batch), temperature), batch["mask"])
+
+
+def logprobs_and_entropy_of(model, temperature: float, batch: dict, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the entropy of each token's distribution in nats; its gradient costs one more copy of the logits."""
+    logits, ids = completion_logits(model, batch)
+    with torch.set_grad_enabled(entropy_grad):
+        entropy = token_entropy(logits, temperature)
+    return scatter_tokens(token_logprobs(logits, ids, temperature), batch["mask"]), scatter_tokens(entropy, batch["mask"])
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean of x where the mask is 1, over all or one dimension; 0 where the mask is empty."""
+    total = x.masked_fill(mask == 0, 0.0).sum(dim)
+    return total / (mask != 0).sum(dim).clamp(min=1)
+
+
+def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | None = None) -> torch.Tensor:
+    """(B, T): the share of the minibatch's loss that each token carries. Compute it over the whole minibatch, before any cut.
+
+    "sequence": mean over a sequence's tokens, then over sequences (GRPO); "token": mean over all tokens (DAPO);
+    "constant": sum over tokens / max_new_tokens, mean over sequences (Dr. GRPO); "sum": sum over tokens, mean over sequences (RLOO).
+    A row with an empty mask carries nothing but counts as a sequence.
+    """
+    mask = (mask != 0).float()
+    if aggregation == "sequence":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    if aggregation == "token":
+        return mask / mask.sum().clamp(min=1)
+    if aggregation == "constant":
+        return mask / max_new_tokens / len(mask)
+    if aggregation == "sum":
+        return mask / len(mask)
+    raise ValueError(f"aggregation must be sequence, token, constant or sum, not {aggregation!r}")
+
+
+def weighted_sum(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(x * weights).sum(), where an x that carries no weight may be anything, inf and NaN included."""
+    return (x.masked_fill(weights == 0, 0.0) * weights).sum()
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy (J. Schulman, "Approximating KL divergence", 2020).
+
+    k1 and k3 are unbiased. As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of KL(policy || reference),
+    of k3 that of KL(reference || policy). k3's exponent is clamped at 20 and expm1 keeps it right near 0.
+    """
+    log_ratio = logprobs.to(wide := torch.promote_types(logprobs.dtype, torch.float32)) - ref_logprobs.to(wide)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    if estimator == "k3":
+        log_ratio = log_ratio.clamp(min=-20)
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"estimator must be k1, k2 or k3, not {estimator!r}")
+
+
+def at_last_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B,) -> (B, T): x on the last completion token of each row, 0 elsewhere."""
+    last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)
+    return last * x[:, None]
+
+
+def check_finite(step: int, **quantities) -> None:
+    """Stop before a number that is not finite reaches the weights."""
+    for name, value in quantities.items():
+        if not math.isfinite(value):
+            raise InputError(f"{name.replace('_', ' ')} is {float(value)} at step {step}; nothing was updated. Try a lower --lr, or look at the rewards in samples.jsonl")
+
+
+# --- rewards ---
+
+
+def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+    """1.0 where the completion is the row's "answer", spaces around it aside."""
+    return [float(c.strip() == str(row["answer"]).strip()) for c, row in zip(completions, rows)]
+
+
+def last_number(text: str) -> Fraction | None:
+    """The final answer in a text: in the last \\boxed{}, else after the last ####, else its last number; 1,234.50 and 7% are read."""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    text = boxed[-1] if boxed else text.rsplit("####", 1)[-1]
+    numbers = re.findall(r"-?(?:\d[\d,]*\.?\d*|\.\d+)%?", text)
+    if not numbers:
+        return None
+    number = numbers[-1].replace(",", "").rstrip(".")
+    return Fraction(number.rstrip("%").rstrip(".")) / (100 if number.endswith("%") else 1)
+
+
+def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+    """1.0 where the completion's final number equals that of the row's "answer", as exact fractions."""
+    found = [(last_number(c), last_number(str(row["answer"]))) for c, row in zip(completions, rows)]
+    return [float(a is not None and a == b) for a, b in found]
+
+
+def load_reward_fn(spec: str) -> Callable:
+    """exact_match, math_answer, or path/to/file.py:function."""
+    if spec in ("exact_match", "math_answer"):
+        return globals()[spec]
+    path, _, name = spec.rpartition(":")
+    file = Path(locate(path))
+    if not name or not file.is_file():
+        raise InputError(f"--reward-fn {spec} is neither exact_match nor math_answer nor path/to/file.py:function of a file that exists")
+    module_spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise InputError(f"--reward-fn {spec}: {file} has no function {name}")
+    return getattr(module, name)
+
+
+def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
+    """A reward function that reads prompt + completion as text, with the reward model's own tokenizer (and chat template)."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
+    tokenizer.padding_side = "right"
+
+    def text_ids(prompt: str, completion: str, row: dict) -> list[int]:
+        if isinstance(row["prompt"], str):
+            return tokenizer(prompt + completion).input_ids
+        messages = row["prompt"] + [{"role": "assistant", "content": completion}]
+        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+
+    @torch.no_grad()
+    def fn(prompts, completions, rows):
+        ids = [text_ids(*args) for args in zip(prompts, completions, rows)]
+        scores = [0.0] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        while order:
+            n = max(1, batch_tokens // len(ids[order[0]]))
+            piece, order = order[:n], order[n:]
+            inputs = tokenizer.pad({"input_ids": [ids[i] for i in piece]}, return_tensors="pt").to(model.device)
+            with autocast(model):
+                logits = model(**inputs).logits[:, 0].float().tolist()
+            for i, score in zip(piece, logits):
+                scores[i] = score
+        return scores
+
+    return fn
+
+
+def load_rewards(reward_model: str | None, reward_fn: tuple, reward_weights: tuple, device, dtype, batch_tokens: int) -> list[Reward]:
+    """The reward model first, then the functions, each with its weight (1 by default; 0: only watched)."""
+    if not reward_model and not reward_fn:
+        reward_model = "tiny/reward"
+    names = ([reward_model] if reward_model else []) + list(reward_fn)
+    weights = reward_weights or (1.0,) * len(names)
+    if len(weights) != len(names):
+        raise InputError(f"--reward-weights has {len(weights)} numbers for {len(names)} rewards ({', '.join(names)})")
+    rewards = []
+    for name, weight in zip(names, weights):
+        model = load_reward_model(name, device, dtype) if name == reward_model else None
+        fn = reward_model_fn(model, AutoTokenizer.from_pretrained(locate(name)), batch_tokens) if model else load_reward_fn(name)
+        rewards.append(Reward(name.rpartition(":")[2] if model is None else name.rstrip("/"), weight, fn, model))
+    return rewards
+
+
+def score(rewards: list[Reward], batch: dict) -> dict:
+    """Entries for the batch: "rewards" (B,), the weighted sum, and "reward/NAME" (B,) of each where there are several."""
+    prompts, completions = batch["prompts"], batch["completions"]
+    each = {}
+    for name, weight, fn, _ in rewards:
+        values = list(fn([p.text for p in prompts], completions, [p.row for p in prompts]))
+        if len(values) != len(completions):
+            raise InputError(f"reward {name} returned {len(values)} scores for {len(completions)} completions")
+        for i, value in enumerate(values):
+            try:
+                values[i] = math.nan if isinstance(value, str) else float(value)
+            except (TypeError, ValueError):
+                values[i] = math.nan
+            if not math.isfinite(values[i]):
+                raise InputError(f"reward {name} returned {value!r}, not a finite number, for prompt {prompts[i].text!r}, completion {completions[i]!r}")
+        each[f"reward/{name}"] = weight, torch.tensor(values, device=batch["mask"].device)
+    total = {"rewards": sum(weight * values for weight, values in each.values())}
+    return total | {name: values for name, (_, values) in each.items()} if len(each) > 1 else total
+
+
+def normalize(rewards: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / std over the batch; sample std; 0 for equal rewards."""
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-8) if len(rewards) > 1 else torch.zeros_like(rewards)
+
+
+def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(N,) bool: the groups in which all rewards are equal, so that nothing can be learnt from comparing them."""
+    groups = rewards.view(-1, group_size)
+    return groups.amax(1) == groups.amin(1)
+
+
+# --- data ---
+
+
+def read_json(path: Path):
+    if not path.is_file():
+        raise InputError(f"{path} does not exist, so {path.parent} is not a run folder")
+    return json.loads(path.read_text())
+
+
+def read_rows(dataset: str) -> list[tuple[str, dict]]:
+    """The rows of a JSONL file or of a hub dataset "id:split", each with where it stands."""
+    path = Path(locate(dataset))
+    if not path.is_file():
+        name, _, split = dataset.partition(":")
+        if dataset.endswith(".jsonl") or not split:
+            raise InputError(f"dataset {dataset} is not a JSONL file that exists, nor a hub dataset as id:split")
+        try:
+            import datasets
+        except ImportError:
+            raise InputError(f"dataset {dataset} is not a file; to load it from the hub: pip install datasets") from None
+        return [(f"{dataset} row {i}", dict(row)) for i, row in enumerate(datasets.load_dataset(name, split=split))]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append((f"{dataset} line {number}", json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise InputError(f"{dataset} line {number} is not JSON: {error}") from None
+    return rows
+
+
+def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+    """The prompts of a dataset; those over max_prompt_tokens are left out, and counted on the screen.
+
+    A text prompt gets the tokenizer's own special tokens; messages get the chat template, which holds its own.
+    """
+    prompts, too_long = [], 0
+    for where, row in read_rows(dataset):
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if isinstance(prompt, str):
+            text, ids = prompt, tokenizer(prompt).input_ids
+            while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text with eos
+                ids = ids[:-1]
+        elif isinstance(prompt, list) and prompt:
+            if tokenizer.chat_template is None:
+                raise InputError(f"{where} has chat messages, but the tokenizer has no chat template; give the prompt as one text")
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            raise InputError(f'{where} has no "prompt" that is a text or a list of messages')
+        if not ids:
+            raise InputError(f"{where}: the prompt has no tokens")
+        if len(ids) > max_prompt_tokens:
+            too_long += 1
+        else:
+            prompts.append(Prompt(ids, text, row))
+    if not prompts:
+        raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
+    print(f"{dataset}: {len(prompts)} prompts" + (f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""))
+    return prompts
+
+
+def load_eval_prompts(eval_dataset: str | None, dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+    """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl, else none."""
+    beside = dataset.removesuffix(".jsonl") + "-eval.jsonl"
+    if eval_dataset or Path(locate(beside)).is_file():
+        return load_prompts(eval_dataset or beside, tokenizer, max_prompt_tokens)
+    print("no --eval-dataset: nothing is evaluated on held-out prompts")
+    return []
+
+
+@lru_cache(maxsize=4)
+def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
+    return torch.randperm(num_prompts, generator=generator(seed, "prompts", epoch)).tolist()
+
+
+def take(prompts: list[Prompt], count: int, state: dict, seed: int) -> list[Prompt]:
+    """The next prompts of an endless sequence of epochs, each shuffled in its own way; moves state["consumed"] on."""
+    places = [divmod(state["consumed"] + i, len(prompts)) for i in range(count)]
+    state["consumed"] += count
+    return [prompts[epoch_order(len(prompts), seed, epoch)[i]] for epoch, i in places]
+
+
+# --- evaluation, checkpoints, logging ---
+
+
+def evaluate(rollout: Callable, rewards: list[Reward], prompts: list[Prompt], seed: int) -> tuple[dict, list[dict]]:
+    """One completion of each held-out prompt, with the same noise every time: mean scores by metric name, and a few samples."""
+    if not prompts:
+        return {}, []
+    batch = rollout(prompts, 1, key=(seed, "evaluate"))
+    batch |= score(rewards, batch)
+    metrics = {f"eval_{k}".replace("rewards", "reward"): v.mean().item() for k, v in batch.items() if k.startswith("reward")}
+    return metrics, samples_of(batch, held_out=True)
+
+
+def samples_of(batch: dict, **extra) -> list[dict]:
+    """The first few prompt/completion/reward triples."""
+    rows = zip(batch["prompts"], batch["completions"], batch["rewards"].tolist())
+    return [{"prompt": p.text, "completion": c, "reward": r} | extra for (p, c, r), _ in zip(rows, range(4))]
+
+
+def rollout_metrics(batch: dict, group_size: int) -> dict:
+    """What is logged of a rollout, before anything is filtered or shaped."""
+    rewards = batch["rewards"]
+    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item()}
+    metrics |= {name: values.mean().item() for name, values in batch.items() if name.startswith("reward/")}
+    metrics["completion_length"] = batch["mask"].sum(1).mean().item()
+    metrics["truncated_fraction"] = batch["truncated"].float().mean().item()
+    if group_size > 1:
+        metrics["no_signal_fraction"] = no_signal(rewards, group_size).float().mean().item()
+    return metrics
+
+
+def accumulate(totals: dict, **values) -> None:
+    """Add to running sums, without waiting for the GPU."""
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + (value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def summarize(batch: dict, totals: dict, laps: dict) -> dict:
+    """What is logged of an update: loss and gradient norm per optimizer step, other sums per unit of loss weight.
+
+    kl: nats per completion, k3 summed over its tokens, from the log-probabilities as sampled.
+    """
+    totals = {name: float(value) for name, value in totals.items()}
+    updates, weights = totals.pop("updates"), totals.pop("weights")
+    metrics = {k: v / (updates if k in ("loss", "grad_norm") else weights or 1.0) for k, v in totals.items()}
+    if "ref_logprobs" in batch:
+        metrics["kl"] = kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3").sum(1).mean().item()
+    metrics["tokens_per_second"] = batch["mask"].sum().item() / sum(laps.values())
+    return metrics | {f"time_{name}": seconds for name, seconds in laps.items()}
+
+
+def updates_per_batch(batch_size: int, num_epochs: int, minibatch_size: int | None) -> int:
+    return num_epochs * math.ceil(batch_size / (minibatch_size or batch_size))
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - variance of (returns - values) / variance of returns, over the mask; 1: values predict all, 0: no better than a constant."""
+    def variance(x):
+        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+    return 1 - (variance(returns - values) / variance(returns).clamp(min=1e-8)).item()
+
+
+def lr_factor(step: int, warmup_steps: int, schedule: str, num_steps: int) -> float:
+    """Learning rate of a step (from 0), as a share of --lr: linear warm-up, then constant, or linear or cosine decay towards 0."""
+    progress = min(1.0, max(0, step - warmup_steps) / max(1, num_steps - warmup_steps))
+    decay = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
+    return min(1.0, (step + 1) / max(1, warmup_steps)) * decay
+
+
+def latest_checkpoint(run_folder: str | None) -> str | None:
+    """The newest complete checkpoint of a run folder; None for a new run."""
+    if run_folder is None:
+        return None
+    found = sorted(Path(run_folder).glob("checkpoint-*/state.pt"), key=lambda p: int(p.parent.name.rpartition("-")[2]))
+    if not found:
+        raise InputError(f"--resume {run_folder} holds no checkpoint")
+    return str(found[-1].parent)
+
+
+def load_state(checkpoint: str | None, device: torch.device) -> dict:
+    """What a checkpoint holds beside the model; of a new run: step 0, no prompt consumed."""
+    if checkpoint is None:
+        return {"step": 0, "consumed": 0}
+    return torch.load(Path(checkpoint) / "state.pt", map_location=device, weights_only=True)
+
+
+def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
+    """A folder that from_pretrained loads, with what --resume needs beside it; it has its name only when it is complete."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    policy.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if state is not None:
+        torch.save(state, partial / "state.pt")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+class Logger:
+    """The run folder, the progress on the screen, and a tracker."""
+
+    def __init__(self, name: str, config: dict, start: int):
+        self.num_steps, self.start = config["num_steps"], start
+        self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if not config["resume"] and (self.dir / "metrics.jsonl").exists():
+            raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
+        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / "args.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
+            lines = (self.dir / file).read_text().splitlines() if config["resume"] and (self.dir / file).exists() else []
+            (self.dir / file).write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= start))
+        self.track = open_tracker(config["track"], name, self.dir, config)
+        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+
+    def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
+        """One line in metrics.jsonl, the samples in samples.jsonl, the figures on the screen, and with an evaluation a sample."""
+        metrics = {"step": step} | metrics
+        with open(self.dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        with open(self.dir / "samples.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": step} | sample) + "\n" for sample in samples)
+        if self.track:
+            self.track(metrics, step)
+        shown = {"reward": ".3f", "kl": ".2f", "completion_length": ".1f", "tokens_per_second": ".0f", "eval_reward": ".3f"}
+        figures = ", ".join(f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics)
+        if "eval_reward" in metrics or self.bar.disable:
+            self.bar.write(f"step {step}/{self.num_steps}: {figures}")
+        if "eval_reward" in metrics:
+            self.bar.write(f"    {samples[-1]['prompt']!r} -> {samples[-1]['completion']!r} (reward {samples[-1]['reward']:.3f})")
+        if step > self.start:
+            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.update()
+
+    def close(self) -> None:
+        """The held-out scores before and after, and where everything lies."""
+        self.bar.close()
+        metrics, samples = ([json.loads(line) for line in (self.dir / file).read_text().splitlines()] for file in ("metrics.jsonl", "samples.jsonl"))
+        first, last = metrics[0], metrics[-1]
+        names = [name for name in first if name.startswith("eval_reward") and name in last]
+        if names:
+            print(f"\n{'held-out prompts':<40}{'before':>10}{'after':>10}")
+        for name in names:
+            print(f"{name.removeprefix('eval_'):<40}{first[name]:>10.3f}{last[name]:>10.3f}")
+        before, after = ([s for s in samples if s.get("held_out") and s["step"] == row["step"]] for row in (first, last))
+        for b, a in zip(before[:3], after):
+            print(f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})")
+        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/)")
+
+
+def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable | None:
+    """(metrics, step) -> None for --track; the package is imported only here."""
+    if track == "none":
+        return None
+    try:
+        if track == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder))
+            return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
+        tracker = importlib.import_module(track)  # wandb and trackio have the same calls
+        run = tracker.init(project="policy-gradients", name=folder.name, config=config)
+        return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
+    except ImportError:
+        raise InputError(f"--track {track} needs a package that is not installed: pip install {track}") from None
+
+
+def describe(
+    device, dtype, models: dict, rewards: list[Reward], dataset_size: int, /,
+    *, num_steps, num_prompts, group_size, num_epochs, minibatch_size, temperature, max_new_tokens, **_,
+) -> None:  # fmt: skip
+    """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
+    print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
+    models = models | {f"reward model {r.name}": r.model for r in rewards}
+    for name, model in models.items():
+        if model is not None:
+            frozen = "" if any(p.requires_grad for p in model.parameters()) else ", frozen"
+            print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters{frozen}")
+    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in rewards))
+    B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
+    print(f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)")
+    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {num_steps * num_prompts / dataset_size:.1f} epochs")
+    print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")

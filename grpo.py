@@ -1,0 +1,203 @@
+"""GRPO, group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300).
+
+G completions are sampled of each prompt, and each is compared with its own group, so no value model is needed:
+
+    advantages_i = (rewards_i - mean(group)) / (std(group) + 1e-4)
+    ratio_t      = exp(logprobs_t - old_logprobs_t)
+    loss         = mean over rows, mean over tokens of
+                   -min(ratio_t * advantages, clip(ratio_t, 1 - clip_low, 1 + clip_high) * advantages) + kl_coef * k3_t
+
+Differs from rloo.py: the baseline holds the sample itself and the advantage is divided by the group's std; a batch may
+feed several optimizer steps, so there is an importance ratio and it is clipped; the KL to the reference is in the loss.
+
+Dr. GRPO (arXiv:2503.20783): --scale-rewards none --aggregation constant --kl-coef 0
+DAPO (arXiv:2503.14476): --clip-high 0.28 --aggregation token --kl-coef 0 --dynamic-sampling 3 --overlong-buffer 8
+
+Departures from the paper: sample std and 1e-4 (the paper gives neither); a group of equal rewards has advantage exactly 0.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from common import (
+    Logger, Timer, accumulate, check_finite, concatenate, describe, evaluate, generate, kl_estimate, latest_checkpoint, launch,
+    load_eval_prompts, load_policy, load_prompts, load_rewards, load_state, load_tokenizer, logprobs_and_entropy_of,
+    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, no_signal, normalize, pick_device,
+    rollout_metrics, samples_of, save_model, score, select, summarize, take, updates_per_batch, weighted_sum,
+)  # fmt: skip
+
+
+@dataclass
+class Args:
+    # run
+    output_dir: str | None = None  # run folder; by default runs/grpo-DATE-TIME
+    resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
+    seed: int = 0  # same seed, same metrics
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
+    eval_every: int = 25  # steps between evaluations on held-out prompts
+    save_every: int = 0  # steps between checkpoints; 0: one at the end
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
+    # task and models
+    model: str = "tiny/policy"  # causal language model, a folder or a hub id
+    reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
+    reward_fn: tuple[str, ...] = ()  # exact_match, math_answer, path/to/file.py:function; several are summed
+    reward_weights: tuple[float, ...] = ()  # one per reward, the reward model first; 0: only watched
+    normalize_rewards: bool = False  # standardize the rewards of a batch
+    dataset: str = "tiny/reviews.jsonl"  # JSONL file with a "prompt" column, or a hub dataset as id:split
+    eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
+    # rollout
+    num_steps: int = 100  # steps; each generates, scores and updates once
+    num_prompts: int = 16  # prompts per step
+    group_size: int = 8  # completions per prompt
+    max_new_tokens: int = 32  # longest completion
+    max_prompt_tokens: int = 512  # longer prompts are left out
+    temperature: float = 1.0  # of sampling and of every log-probability
+    # algorithm
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    kl_coef: float = 0.04  # weight of the KL to the reference in the loss; 0: no reference is loaded
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # as a loss, k1 has no gradient in expectation
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that advantages are divided by
+    aggregation: Literal["sequence", "token", "constant"] = "sequence"  # what the loss is averaged over
+    dynamic_sampling: int = 0  # rounds of sampling that replace groups of equal rewards (DAPO)
+    overlong_buffer: int = 0  # the last tokens of max_new_tokens cost up to 1 reward, linearly (DAPO)
+    mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); they stay in the baseline
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # optimization
+    num_epochs: int = 1  # passes over a batch
+    minibatch_size: int | None = 64  # rows per optimizer step; None: the whole batch
+    microbatch_tokens: int = 4096  # tokens per forward and backward, padding included; changes memory, never the result
+    lr: float = 1e-3  # 1e-6 for a model of 0.5B or more
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: int = 5  # steps of linear warm-up
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+
+
+# --- the algorithm ---
+
+
+def group_advantages(rewards: torch.Tensor, group_size: int, scale_by_std: bool = True) -> torch.Tensor:
+    """(B,): reward minus the group's mean, over the group's sample std (section 4.1.1); exactly 0 for a group of equal rewards."""
+    if group_size < 2:
+        raise ValueError(f"a group's statistics need group_size 2 or more, not {group_size}")
+    groups = rewards.view(-1, group_size)  # (N, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_by_std:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)  # rounding in the mean is not a signal
+    return advantages.masked_fill(equal, 0.0).view(-1)  # (B,)
+
+
+def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict]:
+    """Clipped surrogate (PPO, arXiv:1707.06347, eq. 7), and how much of it is clipped. Advantages are (B,) or (B, T)."""
+    advantages = (advantages[:, None] if advantages.dim() == 1 else advantages).detach()
+    log_ratio = (logprobs - old_logprobs.detach()).masked_fill(weights == 0, 0.0)
+    ratio = log_ratio.clamp(max=20.0).exp()  # (B, T); inf times a clipped gradient of 0 would be NaN
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    per_token = torch.maximum(-ratio * advantages, -clipped * advantages)
+    is_clipped = (-clipped * advantages > -ratio * advantages).float()
+    stats = {"clip_fraction": weighted_sum(is_clipped, weights), "ratio_mean": weighted_sum(ratio.detach(), weights)}
+    return weighted_sum(per_token, weights), stats
+
+
+def main(args: Args) -> None:
+    device, dtype = pick_device(args.device, args.dtype)
+    checkpoint = latest_checkpoint(args.resume)
+    tokenizer = load_tokenizer(args.model)
+    policy = load_policy(checkpoint or args.model, device, dtype)
+    reference = load_policy(args.model, device, dtype, trainable=False) if args.kl_coef else None
+    reward_fns = load_rewards(args.reward_model, args.reward_fn, args.reward_weights, device, dtype, args.microbatch_tokens)
+    prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens)
+    eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    state = load_state(checkpoint, device)
+    if checkpoint:
+        optimizer.load_state_dict(state["optimizer"])
+    schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
+    logger = Logger("grpo", vars(args), state["step"])
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
+
+    rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed)
+    num_updates = updates_per_batch(args.num_prompts * args.group_size, args.num_epochs, args.minibatch_size)
+    if state["step"] == 0:
+        logger.log(0, *held_out())
+    for step in range(state["step"] + 1, args.num_steps + 1):
+        timer, totals = Timer(device), {}
+
+        # 1. generate
+        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, step))
+        timer.lap("generate")
+
+        # 2. score
+        batch |= score(reward_fns, batch)
+        metrics = rollout_metrics(batch, args.group_size)
+        for attempt in range(args.dynamic_sampling):  # new prompts replace groups without signal (DAPO, section 3.2)
+            live = ~no_signal(batch["rewards"], args.group_size).repeat_interleave(args.group_size)  # (B,)
+            if live.all():
+                break
+            fresh = take(prompts, int((~live).sum()) // args.group_size, state, args.seed)
+            fresh = rollout(fresh, args.group_size, key=(args.seed, step, attempt))
+            batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh))
+        if reference is not None:
+            batch["ref_logprobs"] = no_grad_pass(partial(logprobs_of, reference, args.temperature), batch, args.microbatch_tokens)
+        timer.lap("score")
+
+        # 3. advantages
+        rewards = batch["rewards"]  # (B,)
+        if args.overlong_buffer:  # DAPO, eq. 13
+            over = batch["mask"].sum(1) - (args.max_new_tokens - args.overlong_buffer)
+            rewards = rewards - (over / args.overlong_buffer).clamp(0, 1)
+        if args.normalize_rewards:
+            rewards = normalize(rewards)
+        batch["advantages"] = group_advantages(rewards, args.group_size, args.scale_rewards == "group")
+        if args.scale_rewards == "batch":
+            batch["advantages"] /= rewards.std() + 1e-4
+        if num_updates > 1:  # else the current log-probabilities are the old ones
+            batch["old_logprobs"] = no_grad_pass(partial(logprobs_of, policy, args.temperature), batch, args.microbatch_tokens)
+
+        # 4. update
+        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, step)):
+            trained = minibatch["mask"] * ~(minibatch["truncated"] & args.mask_truncated)[:, None]
+            minibatch["weights"] = loss_weights(trained, args.aggregation, args.max_new_tokens)  # (b, T)
+            for micro in microbatches(minibatch, args.microbatch_tokens):
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                old_logprobs = micro.get("old_logprobs", logprobs.detach())
+                weights = micro["weights"]
+                loss, stats = policy_loss(logprobs, old_logprobs, micro["advantages"], weights, args.clip_low, args.clip_high)
+                if reference is not None:
+                    loss = loss + args.kl_coef * weighted_sum(kl_estimate(logprobs, micro["ref_logprobs"], args.kl_estimator), weights)
+                stats |= {"entropy": weighted_sum(entropy, weights)}
+                loss = loss - args.entropy_coef * stats["entropy"]
+                loss.backward()
+                accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            check_finite(step, gradient_norm=grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            accumulate(totals, updates=1, grad_norm=grad_norm)
+        metrics["lr"] = scheduler.get_last_lr()[0]
+        scheduler.step()
+        timer.lap("update")
+
+        # 5. log
+        metrics |= summarize(batch, totals, timer.laps)
+        samples = samples_of(batch)
+        if step % args.eval_every == 0 or step == args.num_steps:
+            eval_metrics, eval_samples = held_out()
+            metrics, samples = metrics | eval_metrics, samples + eval_samples
+        logger.log(step, metrics, samples)
+        if step == args.num_steps or (args.save_every and step % args.save_every == 0):
+            state |= {"step": step, "optimizer": optimizer.state_dict()}
+            save_model(logger.dir / f"checkpoint-{step}", policy, tokenizer, state)
+    save_model(logger.dir / "final", policy, tokenizer)
+    logger.close()
+
+
+if __name__ == "__main__":
+    launch(main, Args, __doc__)

@@ -1,0 +1,178 @@
+"""REINFORCE (Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning").
+
+The score comes with the last token, the KL to the reference with each token; every token is weighted by what followed it:
+
+    rewards_t    = -kl_coef * (logprobs_t - ref_logprobs_t), + score at the last completion token
+    returns_t    = rewards_t + gamma * returns_{t+1}
+    advantages_t = returns_t - mean of the other rows' returns_0        (--weighting baseline)
+    loss         = mean over rows of sum over tokens of -advantages_t * logprobs_t
+
+--weighting total weights every token by returns_0 and --weighting reward-to-go by returns_t: the same gradient on average,
+with more noise.
+
+Departures from the paper: the baseline is a leave-one-out mean over the batch, which needs no state and keeps the gradient unbiased.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from common import (
+    Logger, Timer, accumulate, at_last_token, check_finite, describe, evaluate, generate, kl_estimate, latest_checkpoint,
+    launch, load_eval_prompts, load_policy, load_prompts, load_rewards, load_state, load_tokenizer, logprobs_and_entropy_of,
+    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics,
+    samples_of, save_model, score, summarize, take, weighted_sum,
+)  # fmt: skip
+
+
+@dataclass
+class Args:
+    # run
+    output_dir: str | None = None  # run folder; by default runs/reinforce-DATE-TIME
+    resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
+    seed: int = 0  # same seed, same metrics
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
+    eval_every: int = 25  # steps between evaluations on held-out prompts
+    save_every: int = 0  # steps between checkpoints; 0: one at the end
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
+    # task and models
+    model: str = "tiny/policy"  # causal language model, a folder or a hub id
+    reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
+    reward_fn: tuple[str, ...] = ()  # exact_match, math_answer, path/to/file.py:function; several are summed
+    reward_weights: tuple[float, ...] = ()  # one per reward, the reward model first; 0: only watched
+    normalize_rewards: bool = False  # standardize the rewards of a batch
+    dataset: str = "tiny/reviews.jsonl"  # JSONL file with a "prompt" column, or a hub dataset as id:split
+    eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
+    # rollout
+    num_steps: int = 100  # steps; each generates, scores and updates once
+    num_prompts: int = 128  # prompts per step
+    group_size: int = 1  # completions per prompt
+    max_new_tokens: int = 32  # longest completion
+    max_prompt_tokens: int = 512  # longer prompts are left out
+    temperature: float = 1.0  # of sampling and of every log-probability
+    # algorithm
+    weighting: Literal["total", "reward-to-go", "baseline"] = "baseline"  # baseline: reward-to-go minus the other rows' mean return
+    gamma: float = 1.0  # discount per token
+    kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # optimization
+    num_epochs: int = 1  # passes over a batch; there is no ratio, so all but the first optimizer step are off-policy
+    minibatch_size: int | None = None  # rows per optimizer step; None: the whole batch
+    microbatch_tokens: int = 4096  # tokens per forward and backward, padding included; changes memory, never the result
+    lr: float = 1e-3  # 1e-6 for a model of 0.5B or more
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: int = 5  # steps of linear warm-up
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+
+
+# --- the algorithm ---
+
+
+def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """(B, T): returns_t = rewards_t + gamma * returns_{t+1}, 0 outside the mask."""
+    rewards = rewards.masked_fill(mask == 0, 0.0)
+    returns = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        running = rewards[:, t] + gamma * running
+        returns[:, t] = running
+    return returns.masked_fill(mask == 0, 0.0)
+
+
+def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:
+    """-advantages * log-probabilities (Williams 1992). Advantages are (B,) or (B, T)."""
+    advantages = (advantages[:, None] if advantages.dim() == 1 else advantages).detach()
+    per_token = -advantages * logprobs.masked_fill(weights == 0, 0.0)  # (B, T)
+    return weighted_sum(per_token, weights), {}
+
+
+def main(args: Args) -> None:
+    device, dtype = pick_device(args.device, args.dtype)
+    checkpoint = latest_checkpoint(args.resume)
+    tokenizer = load_tokenizer(args.model)
+    policy = load_policy(checkpoint or args.model, device, dtype)
+    reference = load_policy(args.model, device, dtype, trainable=False) if args.kl_coef else None
+    reward_fns = load_rewards(args.reward_model, args.reward_fn, args.reward_weights, device, dtype, args.microbatch_tokens)
+    prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens)
+    eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    state = load_state(checkpoint, device)
+    if checkpoint:
+        optimizer.load_state_dict(state["optimizer"])
+    schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
+    logger = Logger("reinforce", vars(args), state["step"])
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
+
+    rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed)
+    if state["step"] == 0:
+        logger.log(0, *held_out())
+    for step in range(state["step"] + 1, args.num_steps + 1):
+        timer, totals = Timer(device), {}
+
+        # 1. generate
+        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, step))
+        timer.lap("generate")
+
+        # 2. score
+        batch |= score(reward_fns, batch)
+        metrics = rollout_metrics(batch, args.group_size)
+        if reference is not None:
+            batch["ref_logprobs"] = no_grad_pass(partial(logprobs_of, reference, args.temperature), batch, args.microbatch_tokens)
+        timer.lap("score")
+
+        # 3. advantages
+        rewards = batch["rewards"]  # (B,)
+        if args.normalize_rewards:
+            rewards = normalize(rewards)
+        token_rewards = at_last_token(rewards, batch["mask"])  # (B, T)
+        if reference is not None:
+            kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
+            token_rewards = token_rewards - args.kl_coef * kl
+        returns = rewards_to_go(token_rewards, batch["mask"], args.gamma)  # (B, T)
+        total = returns[:, 0]  # (B,)
+        batch["advantages"] = total if args.weighting == "total" else returns
+        if args.weighting == "baseline":
+            batch["advantages"] = returns - ((total.sum() - total) / (len(total) - 1))[:, None]
+
+        # 4. update
+        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, step)):
+            minibatch["weights"] = loss_weights(minibatch["mask"], "sum")  # (b, T)
+            for micro in microbatches(minibatch, args.microbatch_tokens):
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                weights = micro["weights"]
+                loss, stats = policy_loss(logprobs, micro["advantages"], weights)
+                stats |= {"entropy": weighted_sum(entropy, weights)}
+                loss = loss - args.entropy_coef * stats["entropy"]
+                loss.backward()
+                accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            check_finite(step, gradient_norm=grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            accumulate(totals, updates=1, grad_norm=grad_norm)
+        metrics["lr"] = scheduler.get_last_lr()[0]
+        scheduler.step()
+        timer.lap("update")
+
+        # 5. log
+        metrics |= summarize(batch, totals, timer.laps)
+        samples = samples_of(batch)
+        if step % args.eval_every == 0 or step == args.num_steps:
+            eval_metrics, eval_samples = held_out()
+            metrics, samples = metrics | eval_metrics, samples + eval_samples
+        logger.log(step, metrics, samples)
+        if step == args.num_steps or (args.save_every and step % args.save_every == 0):
+            state |= {"step": step, "optimizer": optimizer.state_dict()}
+            save_model(logger.dir / f"checkpoint-{step}", policy, tokenizer, state)
+    save_model(logger.dir / "final", policy, tokenizer)
+    logger.close()
+
+
+if __name__ == "__main__":
+    launch(main, Args, __doc__)

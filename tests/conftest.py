@@ -1,0 +1,8 @@
+"""Tests import the scripts from the repository root, offline."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
