@@ -118,9 +118,19 @@ def locate(path: str) -> str:
     return str(beside) if not Path(path).exists() and beside.exists() else path
 
 
+def pretrained(kind, path: str, **kwargs):
+    """kind.from_pretrained of a folder or a hub id."""
+    if not Path(locate(path)).exists() and (path.count("/") > 1 or path[0] in "./~"):
+        raise InputError(f"{path} is neither a folder that exists nor a hub id (owner/name)")
+    try:
+        return kind.from_pretrained(locate(path), **kwargs)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} could not be loaded: {' '.join(str(error).split())}") from None
+
+
 def load_tokenizer(path: str):
     """The model's own tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(locate(path))
+    tokenizer = pretrained(AutoTokenizer, path)
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {path} has no eos_token, so no completion could ever end; set one in its tokenizer_config.json")
     return tokenizer
@@ -137,13 +147,13 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool):
 
 def load_policy(path: str, device: torch.device, dtype: torch.dtype, trainable: bool = True):
     """A causal language model, from a folder or a hub id."""
-    return prepare(AutoModelForCausalLM.from_pretrained(locate(path), dtype=torch.float32), device, dtype, trainable)
+    return prepare(pretrained(AutoModelForCausalLM, path, dtype=torch.float32), device, dtype, trainable)
 
 
 def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
     """A sequence-classification model with one label."""
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        locate(path), dtype=torch.float32, num_labels=1, ignore_mismatched_sizes=True, output_loading_info=True
+    model, info = pretrained(
+        AutoModelForSequenceClassification, path, dtype=torch.float32, num_labels=1, ignore_mismatched_sizes=True, output_loading_info=True
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise InputError(f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1")
@@ -171,12 +181,14 @@ class ValueModel(torch.nn.Module):
 
 def load_value_model(path: str | None, model: str, rewards: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
-    readable = (r.name for r in rewards if r.model is not None and load_tokenizer(r.name).get_vocab() == tokenizer.get_vocab())
-    path = path or next(readable, model)
-    kinds = AutoConfig.from_pretrained(locate(path)).architectures or []
+    for reward in rewards:
+        if path is None and reward.model and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab():
+            path = reward.model.name_or_path
+    path = path or model
+    kinds = pretrained(AutoConfig, path).architectures or []
     kind = AutoModelForSequenceClassification if any("SequenceClassification" in k for k in kinds) else AutoModelForCausalLM
     print(f"value model: starts from {path}")
-    return prepare(ValueModel(kind.from_pretrained(locate(path), dtype=torch.float32)), device, dtype, trainable=True)
+    return prepare(ValueModel(pretrained(kind, path, dtype=torch.float32)), device, dtype, trainable=True)
 
 
 class ValueHead(torch.nn.Module):
@@ -540,8 +552,8 @@ def load_rewards(reward_model: str | None, reward_fn: tuple, reward_weights: tup
     rewards = []
     for name, weight in zip(names, weights):
         model = load_reward_model(name, device, dtype) if name == reward_model else None
-        fn = reward_model_fn(model, AutoTokenizer.from_pretrained(locate(name)), batch_tokens) if model else load_reward_fn(name)
-        rewards.append(Reward(name.rpartition(":")[2] if model is None else name.rstrip("/"), weight, fn, model))
+        fn = reward_model_fn(model, pretrained(AutoTokenizer, name), batch_tokens) if model else load_reward_fn(name)
+        rewards.append(Reward(name.rpartition(":")[2] if model is None else "reward_model", weight, fn, model))
     return rewards
 
 
@@ -832,11 +844,10 @@ def describe(
 ) -> None:  # fmt: skip
     """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
-    models = models | {f"reward model {r.name}": r.model for r in rewards}
-    for name, model in models.items():
+    for name, model in (models | {r.name: r.model for r in rewards}).items():
         if model is not None:
             frozen = "" if any(p.requires_grad for p in model.parameters()) else ", frozen"
-            print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters{frozen}")
+            print(f"{name.replace('_', ' ')}: {sum(p.numel() for p in model.parameters()) / 1e6:.3f}M parameters{frozen}")
     print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in rewards))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
     print(f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)")

@@ -10,14 +10,17 @@ G completions are sampled of each prompt, and each is compared with its own grou
 Differs from rloo.py: the baseline holds the sample itself and the advantage is divided by the group's std; a batch may
 feed several optimizer steps, so there is an importance ratio and it is clipped; the KL to the reference is in the loss.
 
-Dr. GRPO (arXiv:2503.20783): --scale-rewards none --aggregation constant --kl-coef 0
-DAPO (arXiv:2503.14476): --clip-high 0.28 --aggregation token --kl-coef 0 --dynamic-sampling 3 --overlong-buffer 8
+Two relatives are a command line each:
+
+    Dr. GRPO (arXiv:2503.20783)  --scale-rewards none --aggregation constant --kl-coef 0
+    DAPO (arXiv:2503.14476)      --clip-high 0.28 --aggregation token --kl-coef 0 --dynamic-sampling 3 --overlong-buffer 8
 
 Departures from the paper: sample std and 1e-4 (the paper gives neither); a group of equal rewards has advantage exactly 0.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,7 +36,7 @@ from common import (
 @dataclass
 class Args:
     # run
-    output_dir: str | None = None  # run folder; by default runs/grpo-DATE-TIME
+    output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -58,7 +61,7 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-probability
     # algorithm
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # upper end of the range
     kl_coef: float = 0.04  # weight of the KL to the reference in the loss; 0: no reference is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # as a loss, k1 has no gradient in expectation
     scale_rewards: Literal["group", "batch", "none"] = "group"  # std that advantages are divided by
@@ -119,7 +122,7 @@ def main(args: Args) -> None:
         optimizer.load_state_dict(state["optimizer"])
     schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
-    logger = Logger("grpo", vars(args), state["step"])
+    logger = Logger(Path(__file__).stem, vars(args), state["step"])
     describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

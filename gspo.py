@@ -15,6 +15,7 @@ advantages differ between tokens.
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ from common import (
 @dataclass
 class Args:
     # run
-    output_dir: str | None = None  # run folder; by default runs/gspo-DATE-TIME
+    output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -55,11 +56,11 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-probability
     # algorithm
     clip_low: float = 3e-4  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 4e-4
+    clip_high: float = 4e-4  # upper end of the range
     kl_coef: float = 0.0  # weight of the KL to the reference in the loss; 0: no reference is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # as a loss, k1 has no gradient in expectation
     scale_rewards: Literal["group", "batch", "none"] = "group"  # std that advantages are divided by
-    aggregation: Literal["sequence"] = "sequence"  # what the loss is averaged over
+    aggregation: Literal["sequence", "token", "constant"] = "sequence"  # what the loss is averaged over
     dynamic_sampling: int = 0  # rounds of sampling that replace groups of equal rewards (DAPO)
     overlong_buffer: int = 0  # the last tokens of max_new_tokens cost up to 1 reward, linearly (DAPO)
     mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); they stay in the baseline
@@ -118,7 +119,7 @@ def main(args: Args) -> None:
         optimizer.load_state_dict(state["optimizer"])
     schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
-    logger = Logger("gspo", vars(args), state["step"])
+    logger = Logger(Path(__file__).stem, vars(args), state["step"])
     describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

@@ -19,6 +19,7 @@ Departures from the papers: the value model has its own weights and learning rat
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -35,7 +36,7 @@ from common import (
 @dataclass
 class Args:
     # run
-    output_dir: str | None = None  # run folder; by default runs/ppo-DATE-TIME
+    output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -60,9 +61,9 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-probability
     # algorithm
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # upper end of the range
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 sums to the log-ratio of the whole completions
     kl_target: float | None = None  # adapt kl_coef to keep the KL near this many nats per completion
     kl_horizon: int = 10000  # completions over which kl_coef adapts
     gamma: float = 1.0  # discount per token
@@ -132,7 +133,7 @@ def value_loss(values, old_values, returns, weights, clip: float) -> tuple[torch
     NOTE: the clip is in units of the reward; with scores far larger than 1 it stops values from ever catching up.
     """
     values, old_values, returns = (x.masked_fill(weights == 0, 0.0) for x in (values, old_values.detach(), returns.detach()))
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = values.clamp(old_values - clip, old_values + clip)
     plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
     stats = {"value_clip_fraction": weighted_sum((limited > plain).float(), weights)}
     return weighted_sum(0.5 * torch.maximum(plain, limited), weights), stats
@@ -159,7 +160,7 @@ def main(args: Args) -> None:
         value_model.load_state_dict(state["value_model"])
     schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
-    logger = Logger("ppo", vars(args), state["step"])
+    logger = Logger(Path(__file__).stem, vars(args), state["step"])
     describe(device, dtype, {"policy": policy, "reference": reference, "value model": value_model}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

@@ -15,6 +15,7 @@ Departures from the paper: the baseline is a leave-one-out mean over the batch, 
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ from common import (
 @dataclass
 class Args:
     # run
-    output_dir: str | None = None  # run folder; by default runs/reinforce-DATE-TIME
+    output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -57,7 +58,7 @@ class Args:
     weighting: Literal["total", "reward-to-go", "baseline"] = "baseline"  # baseline: reward-to-go minus the other rows' mean return
     gamma: float = 1.0  # discount per token
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 sums to the log-ratio of the whole completions
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # optimization
     num_epochs: int = 1  # passes over a batch; there is no ratio, so all but the first optimizer step are off-policy
@@ -105,7 +106,7 @@ def main(args: Args) -> None:
         optimizer.load_state_dict(state["optimizer"])
     schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
-    logger = Logger("reinforce", vars(args), state["step"])
+    logger = Logger(Path(__file__).stem, vars(args), state["step"])
     describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

@@ -1,0 +1,379 @@
+"""What common.py does around the algorithms: sampling, scoring, cutting batches, prompts, rewards, run folders."""
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
+    MistralConfig, MistralForCausalLM,
+)  # fmt: skip
+
+import common
+from common import InputError, Prompt
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return common.load_tokenizer("tiny/policy")
+
+
+def random_model(kind="llama", vocab_size=512, seed=0, **options):
+    """A tiny random causal LM whose distributions are far from uniform."""
+    torch.manual_seed(seed)
+    shape = dict(vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, pad_token_id=2)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=1, **options))
+    elif kind == "mistral":
+        model = MistralForCausalLM(MistralConfig(**shape, intermediate_size=64, num_key_value_heads=2, sliding_window=8, **options))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=64, num_key_value_heads=2, **options))
+    for parameter in model.parameters():
+        parameter.data *= 4
+    return common.prepare(model, CPU, torch.float32, trainable=True)
+
+
+def prompts_of(*ids):
+    return [Prompt(list(i), f"prompt {n}", {"prompt": f"prompt {n}"}) for n, i in enumerate(ids)]
+
+
+RAGGED = prompts_of([0, 7, 8, 9], [0, 5], [0, 11, 12, 13, 14, 15, 16], [0, 3, 1, 3])
+
+
+# --- sampling ---
+
+
+def test_sample_tokens_inverts_the_cumulative_distribution():
+    logits = torch.tensor([[0.5, 0.2, 0.3]]).log().repeat(6, 1)  # cumulative .5, .7, 1
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.69, 0.71, 0.999], dtype=torch.float64)
+    ids, logprobs = common.sample_tokens(logits, uniform, 1.0)
+    assert ids.tolist() == [0, 0, 1, 1, 2, 2]
+    assert logprobs.exp().tolist() == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.3, 0.3], rel=1e-5)
+
+
+def test_a_token_of_probability_0_is_never_sampled():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(4, 1)
+    ids, _ = common.sample_tokens(logits, torch.tensor([0.0, 0.5, 0.25, 1 - 2**-53], dtype=torch.float64), 1.0)
+    assert ids.tolist() == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_what_is_sampled_is_softmax_of_the_logits_over_temperature(tokenizer, temperature):
+    """Chi-square over first tokens, with a hostile generation config that the sampler must not read."""
+    model = random_model(vocab_size=60)
+    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.5, repetition_penalty=1.3, eos_token_id=1)
+    n = 6000
+    batch = common.generate(model, tokenizer, prompts_of([0, 7, 8]), n, 1, temperature, key=(0, 1))
+    counts = torch.bincount(batch["input_ids"][:, 3], minlength=60).double()
+    with torch.no_grad():
+        expected = n * torch.softmax(model(torch.tensor([[0, 7, 8]])).logits[0, -1].double() / temperature, -1)
+    rare = expected < 5
+    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
+    chi2, freedom = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
+    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))  # Wilson and Hilferty 1931
+    assert z < 3.1, (chi2, freedom)  # p > 0.001
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_log_probabilities_as_sampled_equal_the_scoring_pass(tokenizer, kind):
+    """Left-padded prompts in a cache against right-padded rows without one; also positions, sliding window, dropout in the config."""
+    options = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1} if kind == "gpt2" else {"attention_dropout": 0.1}
+    model = random_model(kind, **options)
+    batch = common.generate(model, tokenizer, RAGGED, 3, 24, 0.8, key=(0, 1))
+    assert 1 < batch["mask"].sum(1).min() < batch["mask"].sum(1).max() or batch["truncated"].any()
+    scored = common.no_grad_pass(lambda micro: common.logprobs_of(model, 0.8, micro), batch, 100)
+    torch.testing.assert_close(scored, batch["logprobs"], atol=1e-4, rtol=0)
+    i = 7  # a row of the longest prompt, by the plainest formula
+    start, n = int(batch["prompt_length"][i]), int(batch["mask"][i].sum())
+    ids = batch["input_ids"][i, : start + n]
+    logprobs = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
+    expected = torch.stack([logprobs[start + t - 1, ids[start + t]] for t in range(n)])
+    torch.testing.assert_close(scored[i, :n], expected, atol=1e-4, rtol=0)
+
+
+def test_a_completion_depends_on_its_row_and_key_alone(tokenizer):
+    model = random_model()
+    together = common.generate(model, tokenizer, RAGGED, 2, 16, 1.0, key=(0, 1))
+    alone = common.generate(model, tokenizer, RAGGED[:1], 2, 16, 1.0, key=(0, 1))
+    other = common.generate(model, tokenizer, RAGGED, 2, 16, 1.0, key=(0, 2))
+    assert together["completions"][:2] == alone["completions"]
+    assert together["completions"] != other["completions"] and together["completions"][0] != together["completions"][1]
+
+
+def test_a_mask_ends_with_the_first_of_all_stop_tokens(tokenizer, monkeypatch):
+    """Tokens are forced. Stops: 1 (tokenizer) and 9 (generation config). Rows: stop at once, the second stop id, cut, exactly full."""
+    model = random_model()
+    model.generation_config.eos_token_id = [1, 9]
+    forced = torch.tensor([[1, 5, 5, 5], [5, 9, 5, 5], [5, 6, 7, 8], [5, 6, 7, 1]])
+    steps = iter(forced.T)
+    monkeypatch.setattr(common, "sample_tokens", lambda logits, u, T: (ids := next(steps)[rows_left(len(logits))], torch.zeros(len(ids))))
+
+    def rows_left(n):  # finished rows leave the cache in order
+        return {4: [0, 1, 2, 3], 3: [1, 2, 3], 2: [2, 3]}[n]
+
+    batch = common.generate(model, tokenizer, prompts_of([0, 1, 9], [0, 5], [0, 5], [0, 5]), 1, 4, 1.0, key=(0,))
+    assert batch["mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert batch["truncated"].tolist() == [False, False, True, False]
+    assert batch["input_ids"][0, :4].tolist() == [0, 1, 9, 1] and batch["input_ids"][3].tolist()[:6] == [0, 5, 5, 6, 7, 1]
+    assert batch["completions"] == [tokenizer.decode(ids) for ids in ([], [5], [5, 6, 7, 8], [5, 6, 7])]
+
+
+# --- batches ---
+
+
+def test_completion_positions_are_one_before_the_tokens_they_predict():
+    batch = {"input_ids": torch.zeros(2, 6), "prompt_length": torch.tensor([3, 1]), "mask": torch.tensor([[1.0, 1, 0], [1, 1, 1]])}
+    assert common.completion_positions(batch).int().tolist() == [[0, 0, 1, 1, 0], [1, 1, 1, 0, 0]]
+
+
+def test_microbatches_hold_every_row_once_within_the_budget(tokenizer):
+    batch = common.generate(random_model(), tokenizer, RAGGED, 4, 24, 1.0, key=(0, 1))
+    for budget in (1, 40, 10_000):
+        micros = list(common.microbatches(batch, budget))
+        assert sorted(torch.cat([m["rows"] for m in micros]).tolist()) == list(range(16))
+        for micro in micros:
+            assert micro["input_ids"].numel() <= budget or len(micro["rows"]) == 1
+            assert micro["mask"].sum() == batch["mask"][micro["rows"]].sum()
+            assert micro["mask"].shape[1] == micro["mask"].sum(1).max()
+
+
+def test_the_gradient_does_not_depend_on_the_microbatches(tokenizer):
+    model = random_model()
+    batch = common.generate(model, tokenizer, RAGGED, 4, 24, 1.0, key=(0, 1))
+    batch["weights"] = common.loss_weights(batch["mask"], "token")
+    gradients = []
+    for budget in (1, 60, 10_000):
+        model.zero_grad()
+        for micro in common.microbatches(batch, budget):
+            common.weighted_sum(common.logprobs_of(model, 1.0, micro), micro["weights"]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_minibatches_cover_the_batch_once_an_epoch_and_never_lose_the_last_rows():
+    batch = {"mask": torch.ones(10, 1), "x": torch.arange(10)}
+    sizes = [len(m["x"]) for m in common.minibatches(batch, 2, 4, key=(0, 1))]
+    seen = torch.cat([m["x"] for m in common.minibatches(batch, 2, 4, key=(0, 1))]).tolist()
+    assert sizes == [4, 4, 2, 4, 4, 2] and common.updates_per_batch(10, 2, 4) == 6
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+    assert len(list(common.minibatches(batch, 1, None, key=(0,)))) == common.updates_per_batch(10, 1, None) == 1
+
+
+def test_concatenate_pads_to_the_wider():
+    a = {"mask": torch.ones(1, 2), "truncated": torch.tensor([True]), "completions": ["a"]}
+    b = {"mask": torch.ones(1, 3), "truncated": torch.tensor([False]), "completions": ["b"]}
+    joined = common.concatenate(a, b)
+    assert joined["mask"].tolist() == [[1, 1, 0], [1, 1, 1]] and joined["completions"] == ["a", "b"]
+    assert joined["truncated"].tolist() == [True, False]
+
+
+def test_entropy_of_a_distribution():
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()  # .5 ln 2 + 2 * .25 ln 4 = 1.5 ln 2
+    assert common.token_entropy(logits).item() == pytest.approx(1.5 * math.log(2))
+    assert common.token_entropy(torch.tensor([[2.0, 0.0]]), 1e9).item() == pytest.approx(math.log(2))
+
+
+def test_the_score_lands_on_the_last_completion_token():
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0]])
+    assert common.at_last_token(torch.tensor([5.0, 6, 7]), mask).tolist() == [[0, 5, 0], [0, 0, 6], [7, 0, 0]]
+
+
+def test_learning_rate_warms_up_and_decays():
+    factors = lambda schedule: [round(common.lr_factor(k, 2, schedule, 6), 4) for k in range(6)]  # noqa: E731
+    assert factors("constant") == [0.5, 1, 1, 1, 1, 1]
+    assert factors("linear") == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert factors("cosine") == [0.5, 1, 1, 0.8536, 0.5, 0.1464]  # (1 + cos(pi / 4)) / 2 = .8536
+
+
+# --- data ---
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_keep_every_column_and_long_ones_are_counted(tokenizer, tmp_path, capsys):
+    row = {"prompt": "37+85=", "answer": "122", "meta": {"level": [1, 2]}}
+    data = write(tmp_path / "a.jsonl", row, {"prompt": "1" * 300}, "", {"prompt": "1+1="})
+    prompts = common.load_prompts(data, tokenizer, 64)
+    assert [p.row for p in prompts] == [row, {"prompt": "1+1="}]
+    assert prompts[0].ids == [tokenizer.bos_token_id, *tokenizer.encode("37+85=", add_special_tokens=False)]
+    assert "2 prompts, 1 left out with over 64 tokens" in capsys.readouterr().out
+
+
+def test_chat_prompts_take_the_template_and_one_bos(tokenizer, tmp_path):
+    data = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(InputError, match="a.jsonl line 1 has chat messages, but the tokenizer has no chat template"):
+        common.load_prompts(data, tokenizer, 64)
+    chat = common.load_tokenizer("tiny/policy")
+    chat.chat_template = "<bos>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    (prompt,) = common.load_prompts(data, chat, 64)
+    assert prompt.text == "<bos>user: hi\nassistant:" and prompt.ids.count(chat.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("rows, message", [
+    (['{"prompt": "a"}', "{broken"], "line 2 is not JSON"),
+    (['{"question": "a"}'], 'line 1 has no "prompt"'),
+    (["[1, 2]"], 'line 1 has no "prompt"'),
+    (['{"prompt": []}'], 'line 1 has no "prompt"'),
+    ([], "has no prompt of at most"),
+])  # fmt: skip
+def test_a_broken_row_names_its_file_and_line(tokenizer, tmp_path, rows, message):
+    with pytest.raises(InputError, match=f"a.jsonl.* {message}"):
+        common.load_prompts(write(tmp_path / "a.jsonl", *rows), tokenizer, 64)
+
+
+def test_prompts_come_in_epochs_each_in_its_own_order():
+    prompts = prompts_of(*([i] for i in range(10)))
+    state = {"consumed": 0}
+    taken = [p.ids[0] for _ in range(5) for p in common.take(prompts, 4, state, seed=0)]
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10)) and taken[:10] != taken[10:]
+    assert state == {"consumed": 20}
+    assert [p.ids[0] for p in common.take(prompts, 3, {"consumed": 9}, seed=0)] == taken[9:12]
+
+
+# --- rewards ---
+
+
+def batch_of(completions, rows=None):
+    rows = rows or [{"prompt": "p"}] * len(completions)
+    prompts = [Prompt([0], "p", row) for row in rows]
+    return {"prompts": prompts, "completions": completions, "mask": torch.ones(len(completions), 1)}
+
+
+def rewards_of(fn, weight=1.0):
+    return [common.Reward("mine", weight, fn, None)]
+
+
+@pytest.mark.parametrize("text, number", [
+    ("the answer is 42.", 42), ("1,234.50 dollars", Fraction(2469, 2)), ("-7", -7), ("50%", Fraction(1, 2)), ("$3.00", 3), (".5", Fraction(1, 2)),
+    (r"so \boxed{12} and not 13", 12), ("2 + 2\n#### 4 apples", 4), ("none", None), ("5 - 3", 3),
+])  # fmt: skip
+def test_the_final_number_of_a_text(text, number):
+    assert common.last_number(text) == number
+
+
+def test_verifiers():
+    rows = [{"answer": "122"}, {"answer": 122}, {"answer": "12"}]
+    assert common.exact_match(["", "", ""], [" 122\n", "122", "122"], rows) == [1.0, 1.0, 0.0]
+    assert common.math_answer(["", "", ""], ["It is 122.0", "I don't know", r"\boxed{12}"], rows) == [1.0, 0.0, 1.0]
+
+
+def test_several_rewards_are_weighted_and_each_is_kept(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def length(prompts, completions, rows):\n    return [len(c) + row['bonus'] for c, row in zip(completions, rows)]\n")
+    rewards = common.load_rewards(None, ("exact_match", f"{file}:length"), (2.0, 0.5), CPU, torch.float32, 1000)
+    scores = common.score(rewards, batch_of(["ab", "c"], [{"answer": "ab", "bonus": 4}, {"answer": "ab", "bonus": 0}]))
+    assert scores["rewards"].tolist() == [2 * 1 + 0.5 * 6, 2 * 0 + 0.5 * 1]
+    assert scores["reward/exact_match"].tolist() == [1, 0] and scores["reward/length"].tolist() == [6, 1]
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, torch.tensor(1.0), torch.tensor(1.0).numpy()])
+def test_any_kind_of_number_is_a_score(value):
+    assert common.score(rewards_of(lambda p, c, r: [value, 0.0]), batch_of(["a", "b"]))["rewards"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1", [1]])
+def test_a_score_that_is_no_number_is_refused_with_its_row(value):
+    with pytest.raises(InputError, match="reward mine returned .* for prompt 'p', completion 'b'"):
+        common.score(rewards_of(lambda p, c, r: [0.0, value]), batch_of(["a", "b"]))
+
+
+def test_a_list_of_the_wrong_length_is_refused():
+    with pytest.raises(InputError, match="returned 1 scores for 2 completions"):
+        common.score(rewards_of(lambda p, c, r: [0.0]), batch_of(["a", "b"]))
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "nothere.py:f", "tests/conftest.py:f", "tests/conftest.py"])
+def test_a_reward_function_that_is_not_there_is_named(spec):
+    with pytest.raises(InputError, match=f"--reward-fn {spec}"):
+        common.load_reward_fn(spec)
+
+
+def test_the_reward_model_scores_text_alike_alone_and_in_a_batch():
+    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 30)
+    texts = [" Dull.", " A great and moving film with a superb cast.", " Good.", " It was long, flat and strange. I loved the cast."]
+    rows = [{"prompt": "Review of the comedy Lost River:"}] * 4
+    args = ([r["prompt"] for r in rows], texts, rows)
+    together = reward.fn(*args)
+    alone = [reward.fn(*([x[i]] for x in args))[0] for i in range(4)]
+    assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 4
+
+
+def test_a_causal_model_is_refused_as_a_reward_model():
+    with pytest.raises(InputError, match="--reward-model tiny/policy has no trained head"):
+        common.load_rewards("tiny/policy", (), (), CPU, torch.float32, 100)
+
+
+def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    bare = common.load_tokenizer("tiny/policy")
+    bare.pad_token = None
+    bare.save_pretrained(tmp_path / "reward")
+    (reward,) = common.load_rewards(str(tmp_path / "reward"), (), (), CPU, torch.float32, 100)
+    rows = [{"prompt": "a"}] * 3
+    together = reward.fn(["a"] * 3, ["b", "bcd", "bcdefg"], rows)
+    assert together == pytest.approx([reward.fn(["a"], [c], rows[:1])[0] for c in ("b", "bcd", "bcdefg")], abs=1e-5)
+
+
+# --- models and run folders ---
+
+
+def test_a_bfloat16_checkpoint_trains_in_float32_and_the_reference_shares_no_storage(tmp_path):
+    AutoModelForCausalLM.from_pretrained(ROOT / "tiny/policy", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    policy = common.load_policy(str(tmp_path), CPU, torch.float32)
+    reference = common.load_policy(str(tmp_path), CPU, torch.float32, trainable=False)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32} and not policy.training
+    assert not {p.data_ptr() for p in policy.parameters()} & {p.data_ptr() for p in reference.parameters()}
+    assert all(p.requires_grad for p in policy.parameters()) and not any(p.requires_grad for p in reference.parameters())
+
+
+@pytest.mark.parametrize("path", ["./nothere", "/no/such/folder", "no/such/model"])
+def test_a_model_that_is_not_there_is_named_at_once(path):
+    with pytest.raises(InputError, match=f"{path} is neither a folder that exists nor a hub id"):
+        common.load_policy(path, CPU, torch.float32)
+
+
+def test_value_model_reads_the_position_before_each_token(tokenizer):
+    """The trunk's hidden state at the last prompt token predicts the value of the first completion token."""
+    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 100)
+    values = common.load_value_model(None, "tiny/policy", [reward], tokenizer, CPU, torch.float32)
+    batch = {"input_ids": torch.tensor([[0, 7, 8, 9, 1], [0, 5, 6, 1, 0]]), "prompt_length": torch.tensor([3, 2]), "mask": torch.ones(2, 2)}
+    with torch.no_grad():
+        found = values(batch)
+        for i, start in enumerate([3, 2]):
+            for t in range(2):  # the reward model's score of the text before token t
+                assert found[i, t].item() == pytest.approx(reward.model(batch["input_ids"][i : i + 1, : start + t]).logits.item(), abs=1e-5)
+
+
+def test_a_value_head_reads_the_policys_latest_pass(tokenizer):
+    policy = random_model()
+    head = common.ValueHead(policy)
+    torch.nn.init.ones_(head.head.weight)
+    batch = {"input_ids": torch.tensor([[0, 7, 8, 9, 1]]), "prompt_length": torch.tensor([3]), "mask": torch.ones(1, 2)}
+    common.logprobs_of(policy, 1.0, batch)
+    hidden = policy.model(batch["input_ids"]).last_hidden_state.sum(-1)
+    torch.testing.assert_close(head(batch), hidden[:, 2:4])
+
+
+def test_resuming_what_holds_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        common.latest_checkpoint(str(tmp_path))
+    (tmp_path / "checkpoint-5").mkdir()  # weights without a state: not complete
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        common.latest_checkpoint(str(tmp_path))
+
+
+def test_a_number_that_is_not_finite_stops_the_step():
+    with pytest.raises(InputError, match="gradient norm is nan at step 3"):
+        common.check_finite(3, gradient_norm=torch.tensor(math.nan))

@@ -1,0 +1,222 @@
+"""Every script from its command line to its run folder, on the embedded models: it runs, repeats, resumes, and learns."""
+
+import json
+import math
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cispo
+import grpo
+import gspo
+import ppo
+import reinforce
+import rloo
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {m.__name__: m for m in (reinforce, rloo, ppo, grpo, gspo, cispo)}
+ADDITION = {"dataset": "tiny/addition.jsonl", "reward_fn": ("exact_match",), "max_new_tokens": 8}
+SMALL = {"num_steps": 3, "num_prompts": 4, "group_size": 4, "minibatch_size": 8, "eval_every": 2, "max_new_tokens": 16}
+TIMES = re.compile("time_|tokens_per_second")
+
+KEYS = {  # contract: the same keys wherever they mean something
+    "step", "reward", "reward_std", "entropy", "completion_length", "truncated_fraction", "loss", "grad_norm", "lr",
+    "tokens_per_second", "time_generate", "time_score", "time_update",
+}  # fmt: skip
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(name, folder, **options):
+    """Run a script's main in this process; its metrics."""
+    module = SCRIPTS[name]
+    module.main(module.Args(**{"output_dir": str(folder)} | options))
+    return metrics_of(folder)
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if not TIMES.match(k)} for row in rows]
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+# --- learning, through the command line ---
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_addition_from_the_command_line_is_learnt(name, tmp_path):
+    command = f"{name}.py --dataset tiny/addition.jsonl --eval-dataset tiny/addition-eval.jsonl --reward-fn exact_match"
+    command = [sys.executable, *shlex.split(command), "--num-steps", "60", "--eval-every", "30", "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(61))
+    assert rows[0]["eval_reward"] < 0.5 and rows[-1]["eval_reward"] > 0.8, (rows[0], rows[-1])
+    assert KEYS <= rows[1].keys()
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    for words in ("device: cpu", "completions", "temperature 1.0", "step 60/60", "before", "run folder: "):
+        assert words in done.stdout, done.stdout
+    folder = tmp_path / "run" / "final"  # an ordinary model folder
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = model.generate(**tokenizer("21+34=", return_tensors="pt"), do_sample=False, max_new_tokens=8)
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == "21+34=55"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
+    rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
+    rows = train(name, tmp_path / "run", num_steps=30, eval_every=30, **rewards)
+    first, last = rows[0], rows[-1]
+    assert last["eval_reward"] > first["eval_reward"] + 0.4, (first, last)
+    assert last["eval_reward/gold_score"] > first["eval_reward/gold_score"] + 0.3, (first, last)
+    assert last["eval_reward/reward_model"] == pytest.approx(last["eval_reward"])  # gold has weight 0: it is only watched
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "completion", "reward"} <= samples[0].keys()
+
+
+# --- same seed, same numbers ---
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_repeats_and_resumes_bit_for_bit(name, tmp_path):
+    """Addition with 20 prompts, so that the epochs turn over; 5 steps in one go, again, and 3 then 2 more."""
+    data = tmp_path / "twenty.jsonl"
+    data.write_text("".join(ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines(True)[:20]))
+    options = SMALL | ADDITION | {"dataset": str(data), "num_epochs": 2 if name in ("ppo", "grpo") else 1}
+    if name in ("reinforce", "rloo"):
+        options["minibatch_size"] = None
+    whole = train(name, tmp_path / "whole", **options | {"num_steps": 5})
+    again = train(name, tmp_path / "again", **options | {"num_steps": 5})
+    other = train(name, tmp_path / "other", **options | {"num_steps": 1, "seed": 1})
+    assert without_times(whole) == without_times(again) != without_times(other)
+    train(name, tmp_path / "parts", **options)
+    command = [f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "5"]
+    run_command(command)
+    parts = metrics_of(tmp_path / "parts")
+    assert without_times(row for row in parts if row["step"] != 3) == without_times(row for row in whole if row["step"] != 3)
+    assert [row["step"] for row in parts] == [0, 1, 2, 3, 4, 5]
+    a, b = weights_of(tmp_path / "whole" / "final"), weights_of(tmp_path / "parts" / "final")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_evaluation_and_saving_leave_training_alone(name, tmp_path):
+    options = SMALL | ADDITION
+    often = train(name, tmp_path / "often", **options | {"eval_every": 1, "save_every": 1})
+    never = train(name, tmp_path / "never", **options | {"eval_every": 100})
+    strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval")} for row in without_times(rows)]  # noqa: E731
+    assert strip(often) == strip(never)
+    assert sorted(p.name for p in (tmp_path / "often").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_microbatches_change_no_number(name, tmp_path):
+    rows = [train(name, tmp_path / str(n), **SMALL | {"num_steps": 2, "microbatch_tokens": n}) for n in (1, 200, 100_000)]
+    for other in rows[1:]:
+        for a, b in zip(without_times(rows[0]), without_times(other), strict=True):
+            assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_at_learning_rate_0_nothing_moves(name, temperature, tmp_path):
+    rows = train(name, tmp_path / "run", **SMALL | ADDITION | {"lr": 0.0, "temperature": temperature, "num_epochs": 2})
+    before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / "run" / "final")
+    assert all(torch.equal(before[k].float(), after[k]) for k in before)
+    for row in rows[1:]:
+        assert row.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-4)
+        assert row.get("clip_fraction", 0.0) == 0.0 and row.get("kl", 0.0) == pytest.approx(0.0, abs=1e-5)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize("name, options", [
+    ("reinforce", {"weighting": "total"}),
+    ("reinforce", {"weighting": "reward-to-go", "gamma": 0.9}),
+    ("ppo", {"shared_backbone": True, "kl_target": 3.0, "missing_eos_penalty": 1.0, "gae_lambda": 0.9}),
+    ("ppo", {"value_model": "tiny/policy", "minibatch_size": None}),
+    ("ppo", {"shared_backbone": True, "minibatch_size": None, "kl_coef": 0.0}),
+    ("grpo", {"scale_rewards": "none", "aggregation": "constant", "kl_coef": 0.0}),
+    ("grpo", {"scale_rewards": "batch", "minibatch_size": None, "kl_estimator": "k2"}),
+    ("grpo", {"clip_high": 0.28, "aggregation": "token", "kl_coef": 0.0, "dynamic_sampling": 3, "overlong_buffer": 4, "mask_truncated": True}),
+    ("gspo", {"kl_coef": 0.1}),
+    ("cispo", {"kl_coef": 0.1, "clip_low": 0.2, "clip_high": 0.2}),
+    *((name, {"entropy_coef": 0.01, "normalize_rewards": True, "lr_schedule": "cosine", "warmup_steps": 2}) for name in SCRIPTS),
+])  # fmt: skip
+def test_options_run(name, options, tmp_path):
+    rows = train(name, tmp_path / "run", **SMALL | options)
+    assert len(rows) == 4 and all(math.isfinite(value) for row in rows for value in row.values())
+    assert ("kl" in rows[1]) == (options.get("kl_coef", SCRIPTS[name].Args.kl_coef) != 0)
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(tmp_path):
+    """Half the prompts can't be answered, so about half of the groups are dead: refilled, no group without signal is left."""
+    rows = [json.loads(line) for line in ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines()[:40]]
+    data = tmp_path / "half.jsonl"
+    data.write_text("".join(json.dumps(row | {"answer": row["answer"] if i % 2 else "no"}) + "\n" for i, row in enumerate(rows)))
+    options = SMALL | ADDITION | {"dataset": str(data), "num_steps": 2}
+    plain = train("grpo", tmp_path / "plain", **options)
+    refilled = train("grpo", tmp_path / "refilled", **options | {"dynamic_sampling": 20})
+    assert plain[1]["reward"] == refilled[1]["reward"]  # what is logged is what was sampled, not what was kept
+    assert plain[1]["no_signal_fraction"] == refilled[1]["no_signal_fraction"] > 0
+    assert plain[1]["loss"] != refilled[1]["loss"]
+
+
+def test_equal_rewards_leave_the_weights_alone(tmp_path):
+    data = tmp_path / "hopeless.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "no"}\n')
+    for name in ("rloo", "grpo", "gspo", "cispo"):
+        rows = train(name, tmp_path / name, **SMALL | ADDITION | {"dataset": str(data), "kl_coef": 0.0})
+        assert [row["grad_norm"] for row in rows[1:]] == [0, 0, 0] and rows[1]["no_signal_fraction"] == 1.0
+        before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / name / "final")
+        assert all(torch.equal(before[k].float(), after[k]) for k in before)
+
+
+def test_ppo_starts_its_value_model_from_the_reward_model_or_at_zero(tmp_path, capsys):
+    train("ppo", tmp_path / "learned", **SMALL | {"num_steps": 1})
+    assert "value model: starts from" in (out := capsys.readouterr().out) and "tiny/reward" in out
+    rows = train("ppo", tmp_path / "verified", **SMALL | ADDITION | {"num_steps": 1})
+    assert "starts from tiny/policy" in capsys.readouterr().out
+    assert rows[1]["explained_variance"] == pytest.approx(0.0, abs=1e-6)  # V = 0 everywhere
+
+
+# --- the README ---
+
+
+def run_command(words):
+    """python SCRIPT FLAGS in this process."""
+    saved = sys.argv
+    sys.argv = words
+    try:
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    finally:
+        sys.argv = saved
+
+
+def readme_commands():
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if re.search(r"python \w+\.py", line)]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_runs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command[command.index("python ") :])[1:]
+    if any("/" in word and not (ROOT / word.split(":")[0]).exists() for word in words):
+        pytest.skip("names a model, a dataset or a run folder that is not in the repository")
+    run_command([*words, "--num-steps", "1", "--output-dir", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "final" / "config.json").exists()
