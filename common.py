@@ -12,17 +12,18 @@ Scripts add their own: ref_logprobs, old_logprobs, advantages, weights, ...
 """
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import math
 import re
+import runpy
 import shutil
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -56,6 +57,9 @@ class Reward(NamedTuple):
 # --- start-up and randomness ---
 
 
+POSITIVE = ("num_steps", "num_prompts", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature", "num_epochs", "minibatch_size", "microbatch_tokens", "max_grad_norm")  # fmt: skip
+
+
 def launch(main, Args, description: str) -> None:
     """Parse the command line into Args and run main(args); an InputError ends the run with one sentence.
 
@@ -68,9 +72,14 @@ def launch(main, Args, description: str) -> None:
             saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
             saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
             args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}))
+            if args.output_dir != args.resume:
+                raise InputError("--resume continues in its own run folder; leave --output-dir out")
             for name, old in saved.items():
                 if name not in ("resume", "output_dir") and getattr(args, name) != old:
                     print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
+        for name in POSITIVE:
+            if (value := getattr(args, name)) is not None and value <= 0:
+                raise InputError(f"--{name.replace('_', '-')} must be above 0, not {value}")
         main(args)
     except InputError as error:
         sys.exit(f"error: {error}")
@@ -90,6 +99,10 @@ def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """Device and compute dtype; "auto" is the accelerator if there is one, and bfloat16 autocast on cuda only."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device} can't be used here: {str(error).splitlines()[0]}") from None
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     return torch.device(device), getattr(torch, dtype)
@@ -103,7 +116,7 @@ class Timer:
 
     def lap(self, name: str) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self.last
         self.last = now
@@ -119,7 +132,9 @@ def locate(path: str) -> str:
 
 
 def pretrained(kind, path: str, **kwargs):
-    """kind.from_pretrained of a folder or a hub id."""
+    """kind.from_pretrained of a folder or a hub id; weights in float32, from safetensors only."""
+    if "CausalLM" in kind.__name__ or "Classification" in kind.__name__:
+        kwargs |= {"dtype": torch.float32, "use_safetensors": True}
     if not Path(locate(path)).exists() and (path.count("/") > 1 or path[0] in "./~"):
         raise InputError(f"{path} is neither a folder that exists nor a hub id (owner/name)")
     try:
@@ -147,14 +162,13 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool):
 
 def load_policy(path: str, device: torch.device, dtype: torch.dtype, trainable: bool = True):
     """A causal language model, from a folder or a hub id."""
-    return prepare(pretrained(AutoModelForCausalLM, path, dtype=torch.float32), device, dtype, trainable)
+    return prepare(pretrained(AutoModelForCausalLM, path), device, dtype, trainable)
 
 
 def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
     """A sequence-classification model with one label."""
-    model, info = pretrained(
-        AutoModelForSequenceClassification, path, dtype=torch.float32, num_labels=1, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    options = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, info = pretrained(AutoModelForSequenceClassification, path, **options)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise InputError(f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1")
     return prepare(model, device, dtype, trainable=False)
@@ -167,10 +181,7 @@ class ValueModel(torch.nn.Module):
         super().__init__()
         self.trunk = model.base_model
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-        source = getattr(model, "score", None)
-        torch.nn.init.zeros_(self.head.weight)
-        if source is not None:
-            self.head.weight.data.copy_(source.weight.data)
+        self.head.weight.data = model.score.weight.data if hasattr(model, "score") else torch.zeros_like(self.head.weight)
 
     def forward(self, batch: dict) -> torch.Tensor:
         keep = completion_positions(batch)
@@ -179,16 +190,17 @@ class ValueModel(torch.nn.Module):
         return scatter_tokens(self.head(hidden[keep].float())[:, 0], batch["mask"])  # (B, T)
 
 
-def load_value_model(path: str | None, model: str, rewards: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype) -> ValueModel:
+def load_value_model(path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
-    for reward in rewards:
-        if path is None and reward.model and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab():
+    for reward in reward_fns:
+        if path is None and reward.model and reward.weight and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab():
             path = reward.model.name_or_path
     path = path or model
     kinds = pretrained(AutoConfig, path).architectures or []
-    kind = AutoModelForSequenceClassification if any("SequenceClassification" in k for k in kinds) else AutoModelForCausalLM
-    print(f"value model: starts from {path}")
-    return prepare(ValueModel(pretrained(kind, path, dtype=torch.float32)), device, dtype, trainable=True)
+    is_classifier = any("SequenceClassification" in kind for kind in kinds)
+    print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
+    source = load_reward_model(path, device, dtype) if is_classifier else load_policy(path, device, dtype)
+    return prepare(ValueModel(source), device, dtype, trainable=True)
 
 
 class ValueHead(torch.nn.Module):
@@ -198,6 +210,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)
+        self.to(policy.device)
         policy.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: setattr(self, "hidden", inputs[0]))
 
     def forward(self, batch: dict) -> torch.Tensor:
@@ -223,72 +236,79 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids (B,) drawn from softmax(logits / temperature), and their log-probabilities (B,), by inverting the cumulative distribution.
 
-    Nothing is cut (no top-k, no top-p): what is sampled is what is trained. float64, as a float32 sum over a large
-    vocabulary is too coarse for its tail.
+    Nothing is cut (no top-k, no top-p): what is sampled is what is trained. uniform is float64 where the device has it:
+    a float32 sum over a large vocabulary is too coarse for its tail.
     """
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    cumulative = torch.softmax(logits.float() / temperature, -1).to(wide).cumsum(-1)  # (B, V)
-    threshold = uniform.to(logits.device, wide)[:, None] * cumulative[:, -1:]
+    cumulative = torch.softmax(logits.float() / temperature, -1).to(uniform.dtype).cumsum(-1)  # (B, V)
+    threshold = uniform[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
     return ids, token_logprobs(logits, ids, temperature)
 
 
-@torch.no_grad()
-def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple) -> dict:
-    """Sample group_size completions of each prompt: a batch (see the top of this file).
+def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Tensor, stops: torch.Tensor, temperature: float):
+    """One completion per row of uniform (B, max_new_tokens): ids, log-probabilities (both 0 after the end), lengths, and whether cut.
 
-    key seeds one uniform number per row and token position, so a completion depends on nothing else in the batch.
     Each prompt is read once; its cache is then repeated for the group. Finished rows leave once they are a quarter.
     """
-    device, stops = policy.device, torch.tensor(stop_token_ids(policy, tokenizer), device=policy.device)
-    B = len(prompts) * group_size
-    uniform = torch.rand(B, max_new_tokens, generator=generator(*key), dtype=torch.float64)
+    device, (B, max_new_tokens) = uniform.device, uniform.shape
     new_ids = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(B, max_new_tokens, device=device)
     length = torch.full((B,), max_new_tokens, device=device)
     truncated = torch.ones(B, dtype=torch.bool, device=device)
 
     # left-padded prompts, with explicit positions: models with absolute positions need them
-    prompt_ids = [torch.tensor(p.ids) for p in prompts]
-    attention = pad_sequence([torch.ones_like(ids) for ids in prompt_ids], batch_first=True, padding_side="left").to(device)
+    attention = pad_sequence([torch.ones_like(ids) for ids in prompt_ids], batch_first=True, padding_side="left")
     positions = (attention.cumsum(1) - 1).clamp(min=0)
+    inputs = pad_sequence(prompt_ids, batch_first=True, padding_side="left")
     cache = DynamicCache(config=policy.config)
-    inputs = pad_sequence(prompt_ids, batch_first=True, padding_side="left").to(device)
-    with autocast(policy):
-        logits = policy(inputs, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    cache.batch_repeat_interleave(group_size)
-    logits, attention, positions = (x.repeat_interleave(group_size, 0) for x in (logits, attention, positions[:, -1:]))
+    forward = partial(policy, cache=cache, use_cache=True, logits_to_keep=1)
+    logits = forward(inputs, attention_mask=attention, position_ids=positions).logits[:, -1]
+    prompt_of_row = torch.arange(len(prompt_ids), device=device).repeat_interleave(B // len(prompt_ids))
+    cache.reorder_cache(prompt_of_row)
+    logits, attention, positions = logits[prompt_of_row], attention[prompt_of_row], positions[prompt_of_row, -1:]
 
     rows = torch.arange(B, device=device)  # the rows still in the cache
     for t in range(max_new_tokens):
-        ids, new_ids_logprobs = sample_tokens(logits, uniform[rows.cpu(), t], temperature)
+        ids, ids_logprobs = sample_tokens(logits, uniform[rows, t], temperature)
         running = truncated[rows]  # no stop token so far; the others are carried along unread
-        new_ids[rows[running], t], logprobs[rows[running], t] = ids[running], new_ids_logprobs[running]
+        new_ids[rows[running], t], logprobs[rows[running], t] = ids[running], ids_logprobs[running]
         ended = rows[running & torch.isin(ids, stops)]
         length[ended], truncated[ended] = t + 1, False
         running = truncated[rows]
         if t + 1 == max_new_tokens or not running.any():
             break
         if running.float().mean() <= 0.75:
-            cache.batch_select_indices(running)
+            cache.reorder_cache(running.nonzero()[:, 0])
             rows, ids, attention, positions = rows[running], ids[running], attention[running], positions[running]
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
         positions = positions + 1
-        with autocast(policy):
-            logits = policy(ids[:, None], attention_mask=attention, position_ids=positions, cache=cache, use_cache=True).logits[:, -1]
+        logits = forward(ids[:, None], attention_mask=attention, position_ids=positions).logits[:, -1]
+    return new_ids, logprobs, length, truncated
 
+
+def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple) -> dict:
+    """Sample group_size completions of each prompt: a batch (see the top of this file).
+
+    key seeds one uniform number per row and token position, so a completion depends on nothing else in the batch.
+    """
+    device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
+    prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
+    uniform = torch.rand(len(prompts) * group_size, max_new_tokens, generator=generator(*key), dtype=torch.float64)
+    stops = torch.tensor(stop_token_ids(policy, tokenizer), device=device)
+    with torch.no_grad(), autocast(policy):
+        new_ids, logprobs, length, truncated = sample_completions(policy, prompt_ids, uniform.to(device, wide), stops, temperature)
     T = int(length.max())
-    mask = (torch.arange(T, device=device) < length[:, None]).float()
-    sequences = [torch.cat([prompt_ids[i // group_size].to(device), new_ids[i, :n]]) for i, n in enumerate(length.tolist())]
-    stopless = [new_ids[i, : n - (not cut)].tolist() for i, (n, cut) in enumerate(zip(length.tolist(), truncated.tolist()))]
+    lengths, cut = length.tolist(), truncated.tolist()
     return {
-        "input_ids": pad_sequence(sequences, batch_first=True),
+        "input_ids": pad_sequence([torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True),
         "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
-        "mask": mask,
-        "logprobs": logprobs[:, :T] * mask,
+        "mask": (torch.arange(T, device=device) < length[:, None]).float(),
+        "logprobs": logprobs[:, :T],
         "truncated": truncated,
         "prompts": [p for p in prompts for _ in range(group_size)],
-        "completions": tokenizer.batch_decode(stopless, skip_special_tokens=True),
+        "completions": tokenizer.batch_decode(
+            [new_ids[i, : n if cut[i] else n - 1].tolist() for i, n in enumerate(lengths)], skip_special_tokens=True
+        ),
     }
 
 
@@ -296,7 +316,8 @@ def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_
 
 
 def select(batch: dict, rows: torch.Tensor) -> dict:
-    """The given rows of every entry."""
+    """The given rows (indices, or a bool each) of every entry."""
+    rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
     return {k: [v[i] for i in rows.tolist()] if isinstance(v, list) else v[rows] for k, v in batch.items()}
 
 
@@ -466,7 +487,7 @@ def check_finite(step: int, **quantities) -> None:
     """Stop before a number that is not finite reaches the weights."""
     for name, value in quantities.items():
         if not math.isfinite(value):
-            raise InputError(f"{name.replace('_', ' ')} is {float(value)} at step {step}; nothing was updated. Try a lower --lr, or look at the rewards in samples.jsonl")
+            raise InputError(f"the {name.replace('_', ' ')} is {float(value)} in step {step}, so this optimizer step was not taken; try a lower --lr")
 
 
 # --- rewards ---
@@ -478,14 +499,18 @@ def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) ->
 
 
 def last_number(text: str) -> Fraction | None:
-    """The final answer in a text: in the last \\boxed{}, else after the last ####, else its last number; 1,234.50 and 7% are read."""
+    """The final number in a text, exactly: in the last \\boxed{}, else after the last ####, else the last one at all.
+
+    Reads 1,234.50, 3/4 and \\frac{3}{4}; a currency or percent sign beside it is ignored.
+    """
+    text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     text = boxed[-1] if boxed else text.rsplit("####", 1)[-1]
-    numbers = re.findall(r"-?(?:\d[\d,]*\.?\d*|\.\d+)%?", text)
-    if not numbers:
+    numbers = re.findall(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?", text)
+    try:
+        return Fraction(numbers[-1].replace(",", ""))
+    except (IndexError, ValueError, ZeroDivisionError):  # none, thousands of digits, or over 0
         return None
-    number = numbers[-1].replace(",", "").rstrip(".")
-    return Fraction(number.rstrip("%").rstrip(".")) / (100 if number.endswith("%") else 1)
 
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
@@ -499,15 +524,12 @@ def load_reward_fn(spec: str) -> Callable:
     if spec in ("exact_match", "math_answer"):
         return globals()[spec]
     path, _, name = spec.rpartition(":")
-    file = Path(locate(path))
-    if not name or not file.is_file():
+    if not name or not Path(locate(path)).is_file():
         raise InputError(f"--reward-fn {spec} is neither exact_match nor math_answer nor path/to/file.py:function of a file that exists")
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise InputError(f"--reward-fn {spec}: {file} has no function {name}")
-    return getattr(module, name)
+    fn = runpy.run_path(locate(path)).get(name)
+    if not callable(fn):
+        raise InputError(f"--reward-fn {spec}: {path} has no function {name}")
+    return fn
 
 
 def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
@@ -545,23 +567,27 @@ def load_rewards(reward_model: str | None, reward_fn: tuple, reward_weights: tup
     """The reward model first, then the functions, each with its weight (1 by default; 0: only watched)."""
     if not reward_model and not reward_fn:
         reward_model = "tiny/reward"
-    names = ([reward_model] if reward_model else []) + list(reward_fn)
-    weights = reward_weights or (1.0,) * len(names)
-    if len(weights) != len(names):
-        raise InputError(f"--reward-weights has {len(weights)} numbers for {len(names)} rewards ({', '.join(names)})")
+    specs = ([reward_model] if reward_model else []) + list(reward_fn)
+    weights = reward_weights or (1.0,) * len(specs)
+    if len(weights) != len(specs):
+        raise InputError(f"--reward-weights has {len(weights)} numbers for {len(specs)} rewards ({', '.join(specs)})")
+    if len(set(specs)) < len(specs):
+        raise InputError(f"a reward is given twice: {', '.join(specs)}; give it once, with --reward-weights")
     rewards = []
-    for name, weight in zip(names, weights):
-        model = load_reward_model(name, device, dtype) if name == reward_model else None
-        fn = reward_model_fn(model, pretrained(AutoTokenizer, name), batch_tokens) if model else load_reward_fn(name)
-        rewards.append(Reward(name.rpartition(":")[2] if model is None else "reward_model", weight, fn, model))
+    if reward_model:
+        model, tokenizer = load_reward_model(reward_model, device, dtype), pretrained(AutoTokenizer, reward_model)
+        rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens), model))
+    names = [spec.rpartition(":")[2] for spec in reward_fn]
+    for spec, name, weight in zip(reward_fn, names, weights[len(rewards) :]):
+        rewards.append(Reward(spec if names.count(name) > 1 else name, weight, load_reward_fn(spec), None))
     return rewards
 
 
-def score(rewards: list[Reward], batch: dict) -> dict:
+def score(reward_fns: list[Reward], batch: dict) -> dict:
     """Entries for the batch: "rewards" (B,), the weighted sum, and "reward/NAME" (B,) of each where there are several."""
     prompts, completions = batch["prompts"], batch["completions"]
     each = {}
-    for name, weight, fn, _ in rewards:
+    for name, weight, fn, _ in reward_fns:
         values = list(fn([p.text for p in prompts], completions, [p.row for p in prompts]))
         if len(values) != len(completions):
             raise InputError(f"reward {name} returned {len(values)} scores for {len(completions)} completions")
@@ -610,7 +636,7 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
             raise InputError(f"dataset {dataset} is not a file; to load it from the hub: pip install datasets") from None
         return [(f"{dataset} row {i}", dict(row)) for i, row in enumerate(datasets.load_dataset(name, split=split))]
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             try:
                 rows.append((f"{dataset} line {number}", json.loads(line)))
@@ -625,11 +651,13 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt
     A text prompt gets the tokenizer's own special tokens; messages get the chat template, which holds its own.
     """
     prompts, too_long = [], 0
+    ends_with_eos = tokenizer("").input_ids[-1:] == [tokenizer.eos_token_id] and len(tokenizer("a").input_ids) > 1
+    ends_with_eos = ends_with_eos and tokenizer("a").input_ids[-1] == tokenizer.eos_token_id  # some tokenizers end every text so
     for where, row in read_rows(dataset):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if isinstance(prompt, str):
             text, ids = prompt, tokenizer(prompt).input_ids
-            while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text with eos
+            if ends_with_eos:
                 ids = ids[:-1]
         elif isinstance(prompt, list) and prompt:
             if tokenizer.chat_template is None:
@@ -674,14 +702,15 @@ def take(prompts: list[Prompt], count: int, state: dict, seed: int) -> list[Prom
 # --- evaluation, checkpoints, logging ---
 
 
-def evaluate(rollout: Callable, rewards: list[Reward], prompts: list[Prompt], seed: int) -> tuple[dict, list[dict]]:
+def evaluate(rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int) -> tuple[dict, list[dict]]:
     """One completion of each held-out prompt, with the same noise every time: mean scores by metric name, and a few samples."""
-    if not prompts:
-        return {}, []
-    batch = rollout(prompts, 1, key=(seed, "evaluate"))
-    batch |= score(rewards, batch)
-    metrics = {f"eval_{k}".replace("rewards", "reward"): v.mean().item() for k, v in batch.items() if k.startswith("reward")}
-    return metrics, samples_of(batch, held_out=True)
+    totals, samples = {}, []
+    for first in range(0, len(prompts), chunk):
+        batch = rollout(prompts[first : first + chunk], 1, key=(seed, "evaluate", first))
+        batch |= score(reward_fns, batch)
+        samples = samples or samples_of(batch, held_out=True)
+        accumulate(totals, **{k: v.sum().item() for k, v in batch.items() if k.startswith("reward")})
+    return {f"eval_{'reward' if k == 'rewards' else k}": total / len(prompts) for k, total in totals.items()}, samples
 
 
 def samples_of(batch: dict, **extra) -> list[dict]:
@@ -709,13 +738,19 @@ def accumulate(totals: dict, **values) -> None:
 
 
 def summarize(batch: dict, totals: dict, laps: dict) -> dict:
-    """What is logged of an update: loss and gradient norm per optimizer step, other sums per unit of loss weight.
+    """What is logged of an update: losses and gradient norms per optimizer step, other sums per unit of loss weight.
 
+    sampler_gap: nats per token between the log-probabilities as sampled and as scored, 0 but for rounding.
     kl: nats per completion, k3 summed over its tokens, from the log-probabilities as sampled.
     """
     totals = {name: float(value) for name, value in totals.items()}
     updates, weights = totals.pop("updates"), totals.pop("weights")
-    metrics = {k: v / (updates if k in ("loss", "grad_norm") else weights or 1.0) for k, v in totals.items()}
+    metrics = {k: v / (updates if k.endswith(("loss", "grad_norm")) else weights or 1.0) for k, v in totals.items()}
+    if metrics["sampler_gap"] > 0.5:
+        raise InputError(
+            f"the log-probabilities of sampling and of training differ by {metrics['sampler_gap']:.2f} nats per token; this model can't be "
+            "sampled in a padded batch with a cache, and training it here would be wrong"
+        )
     if "ref_logprobs" in batch:
         metrics["kl"] = kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3").sum(1).mean().item()
     metrics["tokens_per_second"] = batch["mask"].sum().item() / sum(laps.values())
@@ -741,21 +776,14 @@ def lr_factor(step: int, warmup_steps: int, schedule: str, num_steps: int) -> fl
     return min(1.0, (step + 1) / max(1, warmup_steps)) * decay
 
 
-def latest_checkpoint(run_folder: str | None) -> str | None:
-    """The newest complete checkpoint of a run folder; None for a new run."""
+def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
+    """The newest complete checkpoint of a run folder and its state; of a new run: None, and step 0 with no prompt consumed."""
     if run_folder is None:
-        return None
+        return None, {"step": 0, "consumed": 0}
     found = sorted(Path(run_folder).glob("checkpoint-*/state.pt"), key=lambda p: int(p.parent.name.rpartition("-")[2]))
     if not found:
         raise InputError(f"--resume {run_folder} holds no checkpoint")
-    return str(found[-1].parent)
-
-
-def load_state(checkpoint: str | None, device: torch.device) -> dict:
-    """What a checkpoint holds beside the model; of a new run: step 0, no prompt consumed."""
-    if checkpoint is None:
-        return {"step": 0, "consumed": 0}
-    return torch.load(Path(checkpoint) / "state.pt", map_location=device, weights_only=True)
+    return str(found[-1].parent), torch.load(found[-1], map_location="cpu", weights_only=True)
 
 
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
@@ -839,17 +867,20 @@ def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable 
 
 
 def describe(
-    device, dtype, models: dict, rewards: list[Reward], dataset_size: int, /,
+    device, dtype, models: dict, reward_fns: list[Reward], prompts: list[Prompt], /,
     *, num_steps, num_prompts, group_size, num_epochs, minibatch_size, temperature, max_new_tokens, **_,
 ) -> None:  # fmt: skip
     """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
+    longest, positions = max(len(p.ids) for p in prompts), getattr(models["policy"].config, "max_position_embeddings", None)
+    if positions and longest + max_new_tokens > positions:
+        raise InputError(f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions")
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
-    for name, model in (models | {r.name: r.model for r in rewards}).items():
+    for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
             frozen = "" if any(p.requires_grad for p in model.parameters()) else ", frozen"
             print(f"{name.replace('_', ' ')}: {sum(p.numel() for p in model.parameters()) / 1e6:.3f}M parameters{frozen}")
-    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in rewards))
+    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
     print(f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)")
-    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {num_steps * num_prompts / dataset_size:.1f} epochs")
+    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {num_steps * num_prompts / len(prompts):.1f} epochs")
     print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")

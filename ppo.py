@@ -26,10 +26,10 @@ import torch
 
 from common import (
     Logger, Timer, ValueHead, accumulate, at_last_token, check_finite, describe, evaluate, explained_variance, generate,
-    kl_estimate, latest_checkpoint, launch, load_eval_prompts, load_policy, load_prompts, load_rewards, load_state,
-    load_tokenizer, load_value_model, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_mean, microbatches,
-    minibatches, no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_model, score, summarize, take,
-    updates_per_batch, weighted_sum,
+    kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
+    load_value_model, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_mean, microbatches, minibatches,
+    no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_model, score, summarize, take, updates_per_batch,
+    weighted_sum,
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class Args:
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
-    eval_every: int = 25  # steps between evaluations on held-out prompts
+    eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
     save_every: int = 0  # steps between checkpoints; 0: one at the end
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
     # task and models
@@ -53,7 +53,7 @@ class Args:
     dataset: str = "tiny/reviews.jsonl"  # JSONL file with a "prompt" column, or a hub dataset as id:split
     eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
     # rollout
-    num_steps: int = 100  # steps; each generates, scores and updates once
+    num_steps: int = 100  # steps; each samples a batch once and learns from it
     num_prompts: int = 128  # prompts per step
     group_size: int = 1  # completions per prompt
     max_new_tokens: int = 32  # longest completion
@@ -61,10 +61,10 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-probability
     # algorithm
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2  # upper end of the range
+    clip_high: float = 0.2  # upper end of that range
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 sums to the log-ratio of the whole completions
-    kl_target: float | None = None  # adapt kl_coef to keep the KL near this many nats per completion
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1: log-ratio, k2: half its square, k3: exp(-k1) - 1 + k1
+    kl_target: float | None = None  # adapt kl_coef, which it starts from, to keep the KL near this many nats per completion
     kl_horizon: int = 10000  # completions over which kl_coef adapts
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 1.0  # 0: one-step temporal difference, 1: Monte-Carlo return minus value
@@ -80,7 +80,7 @@ class Args:
     num_epochs: int = 1  # passes over a batch
     minibatch_size: int | None = 64  # rows per optimizer step; None: the whole batch
     microbatch_tokens: int = 4096  # tokens per forward and backward, padding included; changes memory, never the result
-    lr: float = 1e-3  # 1e-6 for a model of 0.5B or more
+    lr: float = 1e-3  # learning rate; 1e-6 for a model of 0.5B or more
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: int = 5  # steps of linear warm-up
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
@@ -139,9 +139,15 @@ def value_loss(values, old_values, returns, weights, clip: float) -> tuple[torch
     return weighted_sum(0.5 * torch.maximum(plain, limited), weights), stats
 
 
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int, horizon: int) -> float:
+    """kl_coef moved towards keeping the KL (nats per completion) at its target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return kl_coef * (1 + error * completions / horizon)
+
+
 def main(args: Args) -> None:
     device, dtype = pick_device(args.device, args.dtype)
-    checkpoint = latest_checkpoint(args.resume)
+    checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model)
     policy = load_policy(checkpoint or args.model, device, dtype)
     reference = load_policy(args.model, device, dtype, trainable=False) if args.kl_coef else None
@@ -152,27 +158,27 @@ def main(args: Args) -> None:
         value_model = ValueHead(policy)
     else:
         value_model = load_value_model(args.value_model, args.model, reward_fns, tokenizer, device, dtype)
-    groups = [{"params": policy.parameters(), "lr": args.lr}, {"params": value_model.parameters(), "lr": args.value_lr}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    state = {"kl_coef": args.kl_coef} | load_state(checkpoint, device)
+    params = [{"params": policy.parameters()}, {"params": value_model.parameters()}]
+    optimizer = torch.optim.AdamW(params, lr=args.lr, weight_decay=0.0, fused=True)
+    kl_coef = state["kl_coef"] if checkpoint and args.kl_target else args.kl_coef
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
         value_model.load_state_dict(state["value_model"])
-    schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
+    describe(device, dtype, {"policy": policy, "reference": reference, "value_model": value_model}, reward_fns, prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
-    describe(device, dtype, {"policy": policy, "reference": reference, "value model": value_model}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed)
+    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed, args.num_prompts * args.group_size)
     num_updates = updates_per_batch(args.num_prompts * args.group_size, args.num_epochs, args.minibatch_size)
     if state["step"] == 0:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
         timer, totals = Timer(device), {}
+        lr, value_lr = (x * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps) for x in (args.lr, args.value_lr))
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, value_lr
 
         # 1. generate
-        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, step))
+        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, "sample", step))
         timer.lap("generate")
 
         # 2. score
@@ -180,7 +186,6 @@ def main(args: Args) -> None:
         metrics = rollout_metrics(batch, args.group_size)
         if reference is not None:
             batch["ref_logprobs"] = no_grad_pass(partial(logprobs_of, reference, args.temperature), batch, args.microbatch_tokens)
-        timer.lap("score")
 
         # 3. advantages
         rewards = batch["rewards"] - args.missing_eos_penalty * batch["truncated"]  # (B,)
@@ -189,52 +194,56 @@ def main(args: Args) -> None:
         token_rewards = at_last_token(rewards, batch["mask"])  # (B, T)
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
-            token_rewards = token_rewards - state["kl_coef"] * kl
+            token_rewards = token_rewards - kl_coef * kl
+
+        def old_pass(micro):  # NOTE: the policy first, a shared value head reads its hidden states
+            return logprobs_of(policy, args.temperature, micro), value_model(micro)
+
         if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones
-            both = lambda micro: (logprobs_of(policy, args.temperature, micro), value_model(micro))  # noqa: E731
-            batch["old_logprobs"], batch["values"] = no_grad_pass(both, batch, args.microbatch_tokens)
+            batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch, args.microbatch_tokens)
         else:
             batch["values"] = no_grad_pass(value_model, batch, args.microbatch_tokens)
         advantages, batch["returns"] = gae(token_rewards, batch["values"], batch["mask"], args.gamma, args.gae_lambda)
         batch["advantages"] = whiten(advantages, batch["mask"])  # after the returns, which need them as they were
+        timer.lap("score")
 
         # 4. update
-        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, step)):
+        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, "shuffle", step)):
             minibatch["weights"] = loss_weights(minibatch["mask"], args.aggregation, args.max_new_tokens)  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
                 logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
                 old_logprobs = micro.get("old_logprobs", logprobs.detach())
                 weights = micro["weights"]
                 loss, stats = policy_loss(logprobs, old_logprobs, micro["advantages"], weights, args.clip_low, args.clip_high)
-                critic_loss, value_stats = value_loss(value_model(micro), micro["values"], micro["returns"], weights, args.value_clip)
-                loss = loss + args.vf_coef * critic_loss
-                stats |= value_stats | {"entropy": weighted_sum(entropy, weights)}
-                loss = loss - args.entropy_coef * stats["entropy"]
+                values_loss, value_stats = value_loss(value_model(micro), micro["values"], micro["returns"], weights, args.value_clip)
+                loss = loss + args.vf_coef * values_loss
+                stats |= value_stats | {"entropy": weighted_sum(entropy, weights), "value_loss": values_loss}
+                if args.entropy_coef:
+                    loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
+                stats["sampler_gap"] = weighted_sum((old_logprobs - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             value_grad_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm, gradient_norm_of_the_value_model=value_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            accumulate(totals, updates=1, grad_norm=grad_norm)
-        metrics["lr"] = scheduler.get_last_lr()[0]
-        scheduler.step()
+            accumulate(totals, updates=1, grad_norm=grad_norm, value_grad_norm=value_grad_norm)
         timer.lap("update")
 
         # 5. log
-        metrics |= summarize(batch, totals, timer.laps)
+        metrics |= {"lr": lr} | summarize(batch, totals, timer.laps)
         metrics["explained_variance"] = explained_variance(batch["values"], batch["returns"], batch["mask"])
-        if args.kl_target and reference is not None:  # Ziegler et al. 2019, arXiv:1909.08593, section 2.2
-            error = min(0.2, max(-0.2, kl.sum(1).mean().item() / args.kl_target - 1))
-            metrics["kl_coef"] = state["kl_coef"] = state["kl_coef"] * (1 + error * len(rewards) / args.kl_horizon)
+        metrics["kl_coef"] = kl_coef
+        if args.kl_target and reference is not None:
+            kl_coef = adapted_kl_coef(kl_coef, kl.sum(1).mean().item(), args.kl_target, len(rewards), args.kl_horizon)
         samples = samples_of(batch)
-        if step % args.eval_every == 0 or step == args.num_steps:
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples
         logger.log(step, metrics, samples)
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
-            state |= {"step": step, "optimizer": optimizer.state_dict(), "value_model": value_model.state_dict()}
+            state |= {"step": step, "optimizer": optimizer.state_dict(), "value_model": value_model.state_dict(), "kl_coef": kl_coef}
             save_model(logger.dir / f"checkpoint-{step}", policy, tokenizer, state)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()

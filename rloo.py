@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 from common import (
-    Logger, Timer, accumulate, check_finite, describe, evaluate, generate, kl_estimate, latest_checkpoint, launch,
-    load_eval_prompts, load_policy, load_prompts, load_rewards, load_state, load_tokenizer, logprobs_and_entropy_of,
-    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics,
-    samples_of, save_model, score, summarize, take, weighted_sum,
+    InputError, Logger, Timer, accumulate, check_finite, describe, evaluate, generate, kl_estimate, launch, load_checkpoint,
+    load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer, logprobs_and_entropy_of, logprobs_of,
+    loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics, samples_of,
+    save_model, score, summarize, take, weighted_sum,
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class Args:
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
-    eval_every: int = 25  # steps between evaluations on held-out prompts
+    eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
     save_every: int = 0  # steps between checkpoints; 0: one at the end
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
     # task and models
@@ -47,7 +47,7 @@ class Args:
     dataset: str = "tiny/reviews.jsonl"  # JSONL file with a "prompt" column, or a hub dataset as id:split
     eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
     # rollout
-    num_steps: int = 100  # steps; each generates, scores and updates once
+    num_steps: int = 100  # steps; each samples a batch once and learns from it
     num_prompts: int = 16  # prompts per step
     group_size: int = 8  # completions per prompt
     max_new_tokens: int = 32  # longest completion
@@ -55,13 +55,13 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-probability
     # algorithm
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 sums to the log-ratio of the whole completions
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1: log-ratio, k2: half its square, k3: exp(-k1) - 1 + k1
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # optimization
     num_epochs: int = 1  # passes over a batch; there is no ratio, so all but the first optimizer step are off-policy
     minibatch_size: int | None = None  # rows per optimizer step; None: the whole batch
     microbatch_tokens: int = 4096  # tokens per forward and backward, padding included; changes memory, never the result
-    lr: float = 1e-3  # 1e-6 for a model of 0.5B or more
+    lr: float = 1e-3  # learning rate; 1e-6 for a model of 0.5B or more
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: int = 5  # steps of linear warm-up
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
@@ -76,7 +76,8 @@ def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Te
         raise ValueError(f"leaving one out needs group_size 2 or more, not {group_size}")
     groups = rewards.view(-1, group_size)  # (N, G)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).view(-1)  # (B,)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)  # rounding in the mean is not a signal
+    return (groups - others).masked_fill(equal, 0.0).view(-1)  # (B,)
 
 
 def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:
@@ -87,8 +88,10 @@ def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:
 
 
 def main(args: Args) -> None:
+    if args.group_size < 2:
+        raise InputError("--group-size must be 2 or more: completions are compared with the others of their prompt")
     device, dtype = pick_device(args.device, args.dtype)
-    checkpoint = latest_checkpoint(args.resume)
+    checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model)
     policy = load_policy(checkpoint or args.model, device, dtype)
     reference = load_policy(args.model, device, dtype, trainable=False) if args.kl_coef else None
@@ -96,23 +99,22 @@ def main(args: Args) -> None:
     prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens)
     eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    state = load_state(checkpoint, device)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    schedule = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, num_steps=args.num_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=state["step"] - 1)
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, len(prompts), **vars(args))
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed)
+    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed, args.num_prompts * args.group_size)
     if state["step"] == 0:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
         timer, totals = Timer(device), {}
+        lr = args.lr * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps)
+        optimizer.param_groups[0]["lr"] = lr
 
         # 1. generate
-        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, step))
+        batch = rollout(take(prompts, args.num_prompts, state, args.seed), args.group_size, key=(args.seed, "sample", step))
         timer.lap("generate")
 
         # 2. score
@@ -120,7 +122,6 @@ def main(args: Args) -> None:
         metrics = rollout_metrics(batch, args.group_size)
         if reference is not None:
             batch["ref_logprobs"] = no_grad_pass(partial(logprobs_of, reference, args.temperature), batch, args.microbatch_tokens)
-        timer.lap("score")
 
         # 3. advantages
         rewards = batch["rewards"]  # (B,)
@@ -130,31 +131,32 @@ def main(args: Args) -> None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
             rewards = rewards - args.kl_coef * kl.sum(1)
         batch["advantages"] = leave_one_out_advantages(rewards, args.group_size)
+        timer.lap("score")
 
         # 4. update
-        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, step)):
+        for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, "shuffle", step)):
             minibatch["weights"] = loss_weights(minibatch["mask"], "sum")  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
                 logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
                 weights = micro["weights"]
                 loss, stats = policy_loss(logprobs, micro["advantages"], weights)
                 stats |= {"entropy": weighted_sum(entropy, weights)}
-                loss = loss - args.entropy_coef * stats["entropy"]
+                if args.entropy_coef:
+                    loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
+                stats["sampler_gap"] = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             accumulate(totals, updates=1, grad_norm=grad_norm)
-        metrics["lr"] = scheduler.get_last_lr()[0]
-        scheduler.step()
         timer.lap("update")
 
         # 5. log
-        metrics |= summarize(batch, totals, timer.laps)
+        metrics |= {"lr": lr} | summarize(batch, totals, timer.laps)
         samples = samples_of(batch)
-        if step % args.eval_every == 0 or step == args.num_steps:
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples
         logger.log(step, metrics, samples)

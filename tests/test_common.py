@@ -12,7 +12,12 @@ from transformers import (
     MistralConfig, MistralForCausalLM,
 )  # fmt: skip
 
+import cispo
 import common
+import grpo
+import gspo
+import ppo
+import reinforce
 from common import InputError, Prompt
 
 ROOT = Path(__file__).parents[1]
@@ -166,6 +171,13 @@ def test_minibatches_cover_the_batch_once_an_epoch_and_never_lose_the_last_rows(
     assert len(list(common.minibatches(batch, 1, None, key=(0,)))) == common.updates_per_batch(10, 1, None) == 1
 
 
+def test_select_takes_indices_or_bools_in_tensors_and_lists_alike():
+    batch = {"x": torch.arange(6), "completions": list("abcdef")}
+    for rows in (torch.tensor([2, 3, 4, 5]), torch.tensor([False, False, True, True, True, True])):
+        chosen = common.select(batch, rows)
+        assert chosen["x"].tolist() == [2, 3, 4, 5] and chosen["completions"] == list("cdef")
+
+
 def test_concatenate_pads_to_the_wider():
     a = {"mask": torch.ones(1, 2), "truncated": torch.tensor([True]), "completions": ["a"]}
     b = {"mask": torch.ones(1, 3), "truncated": torch.tensor([False]), "completions": ["b"]}
@@ -183,6 +195,32 @@ def test_entropy_of_a_distribution():
 def test_the_score_lands_on_the_last_completion_token():
     mask = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0]])
     assert common.at_last_token(torch.tensor([5.0, 6, 7]), mask).tolist() == [[0, 5, 0], [0, 0, 6], [7, 0, 0]]
+
+
+def test_baseline_of_reinforce_is_the_mean_of_the_other_rows():
+    # (1 + 4) / 2, (3 + 4) / 2, (3 + 1) / 2
+    assert reinforce.leave_one_out_baseline(torch.tensor([3.0, 1.0, 4.0])).tolist() == [2.5, 3.5, 2.0]
+
+
+def test_adaptive_kl_moves_by_a_fifth_at_most_in_nats_per_completion():
+    # .15 * (1 + clip(12 / 6 - 1, .2) * 64 / 10000) = .15 * 1.00128; down: .15 * (1 - .2 * 64 / 10000); on target: as it was
+    assert ppo.adapted_kl_coef(0.15, 12.0, 6.0, 64, 10000) == pytest.approx(0.150192)
+    assert ppo.adapted_kl_coef(0.15, 0.24, 6.0, 64, 10000) == pytest.approx(0.149808)
+    assert ppo.adapted_kl_coef(0.15, 6.6, 6.0, 64, 10000) == pytest.approx(0.15 * (1 + 0.1 * 0.0064))
+
+
+@pytest.mark.parametrize("module", [grpo, gspo, cispo])
+def test_overlong_penalty_grows_over_the_buffer(module):
+    # of 10 tokens the last 4 cost: up to 6 nothing, then a quarter each
+    assert module.overlong_penalty(torch.tensor([1, 6, 7, 9, 10]), 10, 4).tolist() == [0, 0, 0.25, 0.75, 1]
+
+
+def test_explained_variance():
+    mask = torch.tensor([[1.0, 1, 0]])
+    returns = torch.tensor([[1.0, 3, 9]])  # mean 2, variance 1
+    assert common.explained_variance(returns, returns, mask) == 1.0
+    assert common.explained_variance(torch.tensor([[2.0, 2, 0]]), returns, mask) == 0.0
+    assert common.explained_variance(torch.tensor([[1.0, 2, 0]]), returns, mask) == pytest.approx(0.75)  # errors 0, 1: variance 1/4
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -217,6 +255,16 @@ def test_chat_prompts_take_the_template_and_one_bos(tokenizer, tmp_path):
     chat.chat_template = "<bos>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     (prompt,) = common.load_prompts(data, chat, 64)
     assert prompt.text == "<bos>user: hi\nassistant:" and prompt.ids.count(chat.bos_token_id) == 1
+
+
+def test_a_row_may_hold_any_character(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b\u0085c"}\n', encoding="utf-8")
+    assert common.load_prompts(str(tmp_path / "a.jsonl"), tokenizer, 64)[0].text == "a\u2028b\u0085c"
+
+
+def test_an_eos_that_the_user_wrote_stays(tokenizer, tmp_path):
+    (prompt,) = common.load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a<eos>"}), tokenizer, 64)
+    assert prompt.ids[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("rows, message", [
@@ -254,7 +302,7 @@ def rewards_of(fn, weight=1.0):
 
 
 @pytest.mark.parametrize("text, number", [
-    ("the answer is 42.", 42), ("1,234.50 dollars", Fraction(2469, 2)), ("-7", -7), ("50%", Fraction(1, 2)), ("$3.00", 3), (".5", Fraction(1, 2)),
+    ("the answer is 42.", 42), ("1,234.50 dollars", Fraction(2469, 2)), ("-7", -7), ("50%", 50), ("3/4", Fraction(3, 4)), (r"\boxed{\frac{1}{2}}", Fraction(1, 2)), ("10-3", 3), ("2024-01-15", 15), ("9" * 5000, None), ("1/0", None), ("$3.00", 3), (".5", Fraction(1, 2)),
     (r"so \boxed{12} and not 13", 12), ("2 + 2\n#### 4 apples", 4), ("none", None), ("5 - 3", 3),
 ])  # fmt: skip
 def test_the_final_number_of_a_text(text, number):
@@ -285,6 +333,14 @@ def test_any_kind_of_number_is_a_score(value):
 def test_a_score_that_is_no_number_is_refused_with_its_row(value):
     with pytest.raises(InputError, match="reward mine returned .* for prompt 'p', completion 'b'"):
         common.score(rewards_of(lambda p, c, r: [0.0, value]), batch_of(["a", "b"]))
+
+
+def test_two_functions_of_one_name_are_kept_apart(tmp_path):
+    for name, value in (("one", 1), ("ten", 10)):
+        (tmp_path / f"{name}.py").write_text(f"def score(prompts, completions, rows):\n    return [{value}] * len(prompts)\n")
+    specs = (f"{tmp_path}/one.py:score", f"{tmp_path}/ten.py:score")
+    scores = common.score(common.load_rewards(None, specs, (), CPU, torch.float32, 100), batch_of(["a"]))
+    assert scores["rewards"].tolist() == [11] and scores[f"reward/{specs[1]}"].tolist() == [10]
 
 
 def test_a_list_of_the_wrong_length_is_refused():
@@ -368,12 +424,12 @@ def test_a_value_head_reads_the_policys_latest_pass(tokenizer):
 
 def test_resuming_what_holds_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no checkpoint"):
-        common.latest_checkpoint(str(tmp_path))
+        common.load_checkpoint(str(tmp_path))
     (tmp_path / "checkpoint-5").mkdir()  # weights without a state: not complete
     with pytest.raises(InputError, match="holds no checkpoint"):
-        common.latest_checkpoint(str(tmp_path))
+        common.load_checkpoint(str(tmp_path))
 
 
 def test_a_number_that_is_not_finite_stops_the_step():
-    with pytest.raises(InputError, match="gradient norm is nan at step 3"):
+    with pytest.raises(InputError, match="gradient norm is nan in step 3"):
         common.check_finite(3, gradient_norm=torch.tensor(math.nan))

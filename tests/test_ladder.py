@@ -34,7 +34,7 @@ def changed_lines(child, parent):
 
 
 @pytest.mark.parametrize("child, parent, budget", [
-    (rloo, reinforce, 36),
+    (rloo, reinforce, 42),
     (grpo, rloo, 80),
     (gspo, grpo, 14),
     (cispo, grpo, 14),

@@ -173,6 +173,51 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path):
     assert plain[1]["reward"] == refilled[1]["reward"]  # what is logged is what was sampled, not what was kept
     assert plain[1]["no_signal_fraction"] == refilled[1]["no_signal_fraction"] > 0
     assert plain[1]["loss"] != refilled[1]["loss"]
+    for line in (tmp_path / "refilled" / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)  # rows stay together when some are dropped
+        answers = {row["prompt"]: row["answer"] for i, row in enumerate(rows) if i % 2}
+        assert sample.get("held_out") or sample["reward"] == float(sample["completion"] == answers[sample["prompt"]])
+
+
+def test_what_is_typed_beside_resume_wins(tmp_path, capsys):
+    train("ppo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 1, "kl_coef": 0.0})
+    run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2", "--lr", "1e-9", "--value-lr", "1e-9", "--kl-coef", "5.0"])
+    last = metrics_of(tmp_path / "run")[-1]
+    assert last["step"] == 2 and last["lr"] <= 1e-9 and last["kl_coef"] == 5.0 and "kl" in last
+    out = capsys.readouterr().out
+    for words in ("--num-steps 2 (was 1)", "--lr 1e-09", "--kl-coef 5.0 (was 0.0)"):
+        assert words in out
+
+
+@pytest.mark.parametrize("command, message", [
+    ("grpo.py --group-size 1", "--group-size must be 2 or more"),
+    ("reinforce.py --num-prompts 1", "raise --num-prompts"),
+    ("rloo.py --temperature 0", "--temperature must be above 0, not 0"),
+    ("gspo.py --num-steps -3", "--num-steps must be above 0, not -3"),
+    ("cispo.py --dataset nothere.jsonl", "nothere.jsonl is not a JSONL file that exists"),
+    ("ppo.py --model ./nothere", "./nothere is neither a folder that exists nor a hub id"),
+    ("ppo.py --value-model ./nothere", "./nothere is neither a folder that exists nor a hub id"),
+    ("grpo.py --reward-model tiny/policy", "tiny/policy has no trained head with one label"),
+    ("grpo.py --reward-fn mine.py:score", "--reward-fn mine.py:score is neither"),
+    ("grpo.py --reward-fn exact_match exact_match", "a reward is given twice"),
+    ("grpo.py --reward-weights 1 2", "--reward-weights has 2 numbers for 1 rewards"),
+    ("grpo.py --max-prompt-tokens 2", "has no prompt of at most --max-prompt-tokens 2 tokens"),
+    ("grpo.py --max-new-tokens 600", "exceed the model's 512 positions"),
+    ("grpo.py --device cuda:9", "--device cuda:9 can't be used here"),
+    ("grpo.py --resume nothere", "nothere is not a run folder"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        run_command(command.split())
+    assert str(stop.value).startswith("error: ") and message in str(stop.value) and "\n" not in str(stop.value)
+    assert not list(tmp_path.iterdir())  # nothing was written
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 1})
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run_command(["rloo.py", "--output-dir", str(tmp_path / "run")])
 
 
 def test_equal_rewards_leave_the_weights_alone(tmp_path):
