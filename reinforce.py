@@ -63,8 +63,8 @@ class Args:
     # optimization
     num_epochs: int = 1  # passes over a batch; there is no ratio, so all but the first optimizer step are off-policy
     minibatch_size: int | None = None  # rows per optimizer step; None: the whole batch
-    microbatch_tokens: int = 4096  # tokens per forward and backward, padding included; changes memory, never the result
-    lr: float = 1e-3  # learning rate; 1e-6 for a model of 0.5B or more
+    microbatch_tokens: int = 2048  # tokens per forward and backward, padding included; changes memory, never the result
+    lr: float = 2e-4  # learning rate; 1e-6 for a model of 0.5B or more
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: int = 5  # steps of linear warm-up
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm

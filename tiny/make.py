@@ -9,11 +9,11 @@ sees it: it sees which of two of the policy's completions a reader preferred, an
 It is good but imperfect, as in life. The policy it judges seldom says a thing three times, so it never learns that
 readers hate "great, great and great": pushed too far without a KL penalty, gold falls while the learned score rises.
 
-Addition, for a verifiable reward. Most demonstrations are wrong ON PURPOSE: people forget a carry or write down any
-digit. The tuned policy has learnt the skill and the habit: its most likely answer is nearly always right, its samples
-mostly are not, and RL closes that gap. Held-out problems are in no demonstration.
+Addition, for a verifiable reward. The policy first learns from a textbook, then from people, who make slips ON PURPOSE
+here: they forget a carry or write down any digit. So it has the skill and the habit: its most likely answer is nearly
+always right, its samples mostly are not, and RL closes that gap. Held-out problems are in no demonstration.
 
-    python tiny/make.py     # 4 minutes on one core; twice on one machine gives the same bytes
+    python tiny/make.py     # about 5 minutes on one core; twice on one machine gives the same bytes
 """
 
 import json
@@ -32,7 +32,7 @@ from transformers import (GenerationConfig, LlamaConfig, LlamaForCausalLM, Llama
 
 HERE = Path(__file__).resolve().parent
 SEED = 0
-SLIPS = 1 / 3  # share of digits that a person writes down without thinking
+SLIPS = 0.3  # share of digits that a person writes down without thinking
 
 # --- reviews: a little grammar, and the taste of its readers ---
 
@@ -220,6 +220,7 @@ def main():
     write_rows("addition.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums[:3000]])
     write_rows("addition-eval.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in eval_sums])
     review_demos = [(prompt, write_review(genre, rng)) for prompt, genre in reviews for _ in range(10)]
+    textbook = [(f"{a}+{b}=", str(a + b)) for a, b in sums]
     sum_demos = [(f"{a}+{b}=", answer_like_a_person(a, b, rng)) for a, b in sums for _ in range(8)]
 
     # 2. tokenizer
@@ -233,9 +234,10 @@ def main():
     # 3. supervised fine-tuning: every step takes one batch of each task and adds the two mean losses
     policy = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=4, **shape))
     policy.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
-    tasks = [batches(encode(tokenizer, review_demos), 16), batches(encode(tokenizer, sum_demos), 128)]
-    print("supervised fine-tuning")
-    train(policy, lambda: sum(completion_loss(policy, *next(task)) for task in tasks), num_steps=1000, lr=3e-3)
+    for name, demos, num_steps, lr in [("a textbook's sums", textbook, 800, 3e-3), ("people's sums", sum_demos, 400, 1e-3)]:
+        print(f"supervised fine-tuning on reviews and {name}")
+        tasks = [batches(encode(tokenizer, review_demos), 16), batches(encode(tokenizer, demos), 128)]
+        train(policy, lambda: sum(completion_loss(policy, *next(task)) for task in tasks), num_steps, lr)
     policy.eval().save_pretrained(HERE / "policy")
 
     # 4. preference pairs among the policy's own completions, and the reward model
