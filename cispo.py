@@ -10,6 +10,9 @@ instead, detached, and keeps the gradient of every token:
 Differs from grpo.py: the detached, capped weight, the mean over all tokens, and no KL by default.
 
 Departures from the paper: it gives no number for the cap; 1 + clip_high = 5 is that of ScaleRL (arXiv:2510.13786). clip_low 1 is no floor.
+
+    python cispo.py                                     # CPU: RUNLINE
+    python cispo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
 """
 
 from dataclasses import dataclass
@@ -68,7 +71,7 @@ class Args:
     num_epochs: int = 1  # passes over a batch
     minibatch_size: int | None = 64  # rows per optimizer step; None: the whole batch
     microbatch_tokens: int = 2048  # tokens per forward and backward, padding included; changes memory, never the result
-    lr: float = 1e-4  # learning rate; 1e-6 for a model of 0.5B or more
+    lr: float = 5e-5  # learning rate; 1e-6 for a model of 0.5B or more
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: int = 5  # steps of linear warm-up
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
@@ -109,6 +112,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, cl
 def main(args: Args) -> None:
     if args.group_size < 2:
         raise InputError("--group-size must be 2 or more: completions are compared with the others of their prompt")
+    if args.overlong_buffer > args.max_new_tokens:
+        raise InputError(f"--overlong-buffer {args.overlong_buffer} is longer than --max-new-tokens {args.max_new_tokens}")
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model)
@@ -120,7 +125,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, **vars(args))
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -178,8 +183,10 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
-                stats["sampler_gap"] = weighted_sum((old_logprobs - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+                if "updates" not in totals:  # the policy is still the one that sampled
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
+                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()

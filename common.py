@@ -57,7 +57,8 @@ class Reward(NamedTuple):
 # --- start-up and randomness ---
 
 
-POSITIVE = ("num_steps", "num_prompts", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature", "num_epochs", "minibatch_size", "microbatch_tokens", "max_grad_norm")  # fmt: skip
+POSITIVE = ("num_steps", "num_prompts", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature", "num_epochs", "minibatch_size", "microbatch_tokens", "max_grad_norm", "kl_target", "kl_horizon")  # fmt: skip
+NOT_NEGATIVE = ("lr", "value_lr", "warmup_steps", "eval_every", "save_every", "clip_low", "clip_high", "kl_coef", "vf_coef", "value_clip", "gamma", "gae_lambda", "dynamic_sampling", "overlong_buffer")  # fmt: skip
 
 
 def launch(main, Args, description: str) -> None:
@@ -69,6 +70,8 @@ def launch(main, Args, description: str) -> None:
     try:
         if args.resume:
             saved = read_json(Path(args.resume) / "args.json")
+            if saved.get("script") != Path(sys.argv[0]).stem:
+                raise InputError(f"--resume {args.resume} is a run of {saved.get('script')}.py")
             saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
             saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
             args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}))
@@ -77,12 +80,16 @@ def launch(main, Args, description: str) -> None:
             for name, old in saved.items():
                 if name not in ("resume", "output_dir") and getattr(args, name) != old:
                     print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
-        for name in POSITIVE:
-            if (value := getattr(args, name)) is not None and value <= 0:
-                raise InputError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+        for name in POSITIVE + NOT_NEGATIVE:
+            value = getattr(args, name, None)
+            if value is not None and not (value > 0 or (value == 0 and name in NOT_NEGATIVE)):
+                raise InputError(f"--{name.replace('_', '-')} must be {'above 0' if name in POSITIVE else '0 or more'}, not {value}")
         main(args)
     except InputError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def generator(*key) -> torch.Generator:
@@ -286,17 +293,20 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     return new_ids, logprobs, length, truncated
 
 
-def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple) -> dict:
+def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple, first_row: int = 0) -> dict:
     """Sample group_size completions of each prompt: a batch (see the top of this file).
 
-    key seeds one uniform number per row and token position, so a completion depends on nothing else in the batch.
+    key seeds one uniform number per row (from first_row on) and token position, so a completion depends on nothing else in the batch.
     """
     device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
     prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
-    uniform = torch.rand(len(prompts) * group_size, max_new_tokens, generator=generator(*key), dtype=torch.float64)
+    rows = first_row + len(prompts) * group_size
+    uniform = torch.rand(rows, max_new_tokens, generator=generator(*key), dtype=torch.float64)[first_row:]
     stops = torch.tensor(stop_token_ids(policy, tokenizer), device=device)
     with torch.no_grad(), autocast(policy):
         new_ids, logprobs, length, truncated = sample_completions(policy, prompt_ids, uniform.to(device, wide), stops, temperature)
+    if not torch.isfinite(logprobs).all():
+        raise InputError("the policy's log-probabilities are not finite, so it can't be sampled; the learning rate was too high, or the model is broken")
     T = int(length.max())
     lengths, cut = length.tolist(), truncated.tolist()
     return {
@@ -495,7 +505,13 @@ def check_finite(step: int, **quantities) -> None:
 
 def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
     """1.0 where the completion is the row's "answer", spaces around it aside."""
-    return [float(c.strip() == str(row["answer"]).strip()) for c, row in zip(completions, rows)]
+    return [float(c.strip() == answer_of(row).strip()) for c, row in zip(completions, rows)]
+
+
+def answer_of(row: dict) -> str:
+    if "answer" not in row:
+        raise InputError(f'exact_match and math_answer need a column "answer", and a row has only {", ".join(row)}')
+    return str(row["answer"])
 
 
 def last_number(text: str) -> Fraction | None:
@@ -515,7 +531,7 @@ def last_number(text: str) -> Fraction | None:
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
     """1.0 where the completion's final number equals that of the row's "answer", as exact fractions."""
-    found = [(last_number(c), last_number(str(row["answer"]))) for c, row in zip(completions, rows)]
+    found = [(last_number(c), last_number(answer_of(row))) for c, row in zip(completions, rows)]
     return [float(a is not None and a == b) for a, b in found]
 
 
@@ -542,12 +558,16 @@ def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
     def text_ids(prompt: str, completion: str, row: dict) -> list[int]:
         if isinstance(row["prompt"], str):
             return tokenizer(prompt + completion).input_ids
+        if tokenizer.chat_template is None:
+            raise InputError("prompts are messages, but the reward model's tokenizer has no chat template; give prompts as text or use --reward-fn")
         messages = row["prompt"] + [{"role": "assistant", "content": completion}]
         return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
 
     @torch.no_grad()
     def fn(prompts, completions, rows):
         ids = [text_ids(*args) for args in zip(prompts, completions, rows)]
+        if (longest := max(map(len, ids))) > getattr(model.config, "max_position_embeddings", math.inf):
+            raise InputError(f"a completion with its prompt has {longest} tokens, more than the reward model's positions; lower --max-new-tokens")
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         while order:
@@ -588,15 +608,17 @@ def score(reward_fns: list[Reward], batch: dict) -> dict:
     prompts, completions = batch["prompts"], batch["completions"]
     each = {}
     for name, weight, fn, _ in reward_fns:
-        values = list(fn([p.text for p in prompts], completions, [p.row for p in prompts]))
-        if len(values) != len(completions):
-            raise InputError(f"reward {name} returned {len(values)} scores for {len(completions)} completions")
+        values = fn([p.text for p in prompts], completions, [p.row for p in prompts])
+        if not hasattr(values, "__len__") or len(values) != len(completions):
+            count = len(values) if hasattr(values, "__len__") else f"{values!r}, not"
+            raise InputError(f"reward {name} returned {count} scores for {len(completions)} completions")
+        values = list(values)
         for i, value in enumerate(values):
             try:
                 values[i] = math.nan if isinstance(value, str) else float(value)
             except (TypeError, ValueError):
                 values[i] = math.nan
-            if not math.isfinite(values[i]):
+            if not abs(values[i]) < 1e30:  # nan, and what float32 can't hold
                 raise InputError(f"reward {name} returned {value!r}, not a finite number, for prompt {prompts[i].text!r}, completion {completions[i]!r}")
         each[f"reward/{name}"] = weight, torch.tensor(values, device=batch["mask"].device)
     total = {"rewards": sum(weight * values for weight, values in each.values())}
@@ -635,8 +657,12 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
         except ImportError:
             raise InputError(f"dataset {dataset} is not a file; to load it from the hub: pip install datasets") from None
         return [(f"{dataset} row {i}", dict(row)) for i, row in enumerate(datasets.load_dataset(name, split=split))]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{dataset} is not UTF-8 text: {error}") from None
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 rows.append((f"{dataset} line {number}", json.loads(line)))
@@ -659,7 +685,7 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt
             text, ids = prompt, tokenizer(prompt).input_ids
             if ends_with_eos:
                 ids = ids[:-1]
-        elif isinstance(prompt, list) and prompt:
+        elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
             if tokenizer.chat_template is None:
                 raise InputError(f"{where} has chat messages, but the tokenizer has no chat template; give the prompt as one text")
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -706,7 +732,7 @@ def evaluate(rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt],
     """One completion of each held-out prompt, with the same noise every time: mean scores by metric name, and a few samples."""
     totals, samples = {}, []
     for first in range(0, len(prompts), chunk):
-        batch = rollout(prompts[first : first + chunk], 1, key=(seed, "evaluate", first))
+        batch = rollout(prompts[first : first + chunk], 1, key=(seed, "evaluate"), first_row=first)
         batch |= score(reward_fns, batch)
         samples = samples or samples_of(batch, held_out=True)
         accumulate(totals, **{k: v.sum().item() for k, v in batch.items() if k.startswith("reward")})
@@ -744,13 +770,14 @@ def summarize(batch: dict, totals: dict, laps: dict) -> dict:
     kl: nats per completion, k3 summed over its tokens, from the log-probabilities as sampled.
     """
     totals = {name: float(value) for name, value in totals.items()}
-    updates, weights = totals.pop("updates"), totals.pop("weights")
-    metrics = {k: v / (updates if k.endswith(("loss", "grad_norm")) else weights or 1.0) for k, v in totals.items()}
-    if metrics["sampler_gap"] > 0.5:
+    updates, weights, gap_weights = totals.pop("updates"), totals.pop("weights"), totals.pop("gap_weights")
+    if (gap := totals.pop("sampler_gap") / (gap_weights or 1.0)) > 0.5:
         raise InputError(
-            f"the log-probabilities of sampling and of training differ by {metrics['sampler_gap']:.2f} nats per token; this model can't be "
-            "sampled in a padded batch with a cache, and training it here would be wrong"
+            f"the log-probabilities of sampling and of training differ by {gap:.2f} nats per token; this model can't be sampled in a "
+            "padded batch with a cache, and training it here would be wrong"
         )
+    metrics = {k: v / updates for k, v in totals.items() if k.endswith(("loss", "grad_norm"))} | {"sampler_gap": gap}
+    metrics |= {k: v / weights for k, v in totals.items() if k not in metrics and weights > 0}
     if "ref_logprobs" in batch:
         metrics["kl"] = kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3").sum(1).mean().item()
     metrics["tokens_per_second"] = batch["mask"].sum().item() / sum(laps.values())
@@ -788,14 +815,33 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
 
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
     """A folder that from_pretrained loads, with what --resume needs beside it; it has its name only when it is complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    policy.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    if not all(torch.isfinite(p).all() for p in policy.parameters()):
+        raise InputError(f"the policy's weights are not finite, so {folder} was not saved; try a lower --lr")
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    policy.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
     if state is not None:
-        torch.save(state, partial / "state.pt")
+        torch.save(state, unfinished / "state.pt")
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    unfinished.rename(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """The whole new text or, whenever the process dies, the whole old one."""
+    path.with_name(f".{path.name}").write_text(text)
+    path.with_name(f".{path.name}").replace(path)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file of ours; a last line that was cut short when the process died is left out."""
+    rows = []
+    for line in path.read_text().split("\n") if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
 
 
 class Logger:
@@ -805,13 +851,14 @@ class Logger:
         self.num_steps, self.start = config["num_steps"], start
         self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         if not config["resume"] and (self.dir / "metrics.jsonl").exists():
-            raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
-        self.dir.mkdir(parents=True, exist_ok=True)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2) + "\n")
-        for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
-            lines = (self.dir / file).read_text().splitlines() if config["resume"] and (self.dir / file).exists() else []
-            (self.dir / file).write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= start))
+            resume = f", or continue it with --resume {self.dir}" if list(self.dir.glob("checkpoint-*/state.pt")) else ""
+            raise InputError(f"--output-dir {self.dir} already holds a run; name another folder{resume}")
         self.track = open_tracker(config["track"], name, self.dir, config)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
+        for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
+            rows = read_lines(self.dir / file) if config["resume"] else []
+            write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start))
         self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
@@ -836,7 +883,7 @@ class Logger:
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
         self.bar.close()
-        metrics, samples = ([json.loads(line) for line in (self.dir / file).read_text().splitlines()] for file in ("metrics.jsonl", "samples.jsonl"))
+        metrics, samples = read_lines(self.dir / "metrics.jsonl"), read_lines(self.dir / "samples.jsonl")
         first, last = metrics[0], metrics[-1]
         names = [name for name in first if name.startswith("eval_reward") and name in last]
         if names:
@@ -867,11 +914,11 @@ def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable 
 
 
 def describe(
-    device, dtype, models: dict, reward_fns: list[Reward], prompts: list[Prompt], /,
+    device, dtype, models: dict, reward_fns: list[Reward], prompts: list[Prompt], eval_prompts: list[Prompt], /,
     *, num_steps, num_prompts, group_size, num_epochs, minibatch_size, temperature, max_new_tokens, **_,
 ) -> None:  # fmt: skip
     """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
-    longest, positions = max(len(p.ids) for p in prompts), getattr(models["policy"].config, "max_position_embeddings", None)
+    longest, positions = max(len(p.ids) for p in prompts + eval_prompts), getattr(models["policy"].config, "max_position_embeddings", None)
     if positions and longest + max_new_tokens > positions:
         raise InputError(f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions")
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")

@@ -11,6 +11,9 @@ Differs from grpo.py: the ratio's level, its narrow clip range, and no KL by def
 
 Departures from the paper: those of grpo.py. Written in its GSPO-token form (eq. 13), which has the same gradient and lets
 advantages differ between tokens.
+
+    python gspo.py                                     # CPU: RUNLINE
+    python gspo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
 """
 
 from dataclasses import dataclass
@@ -112,6 +115,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, cl
 def main(args: Args) -> None:
     if args.group_size < 2:
         raise InputError("--group-size must be 2 or more: completions are compared with the others of their prompt")
+    if args.overlong_buffer > args.max_new_tokens:
+        raise InputError(f"--overlong-buffer {args.overlong_buffer} is longer than --max-new-tokens {args.max_new_tokens}")
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model)
@@ -123,7 +128,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, **vars(args))
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -181,8 +186,10 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
-                stats["sampler_gap"] = weighted_sum((old_logprobs - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+                if "updates" not in totals:  # the policy is still the one that sampled
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
+                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()

@@ -15,6 +15,9 @@ gae_lambda 0 is the one-step temporal difference, 1 the Monte-Carlo return minus
 Differs from grpo.py: a value model and GAE in place of the group, the KL in the reward, the mean over all tokens.
 
 Departures from the papers: the value model has its own weights and learning rate; a cut completion counts as ended.
+
+    python ppo.py                                     # CPU: RUNLINE
+    python ppo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
 """
 
 from dataclasses import dataclass
@@ -25,8 +28,8 @@ from typing import Literal
 import torch
 
 from common import (
-    Logger, Timer, ValueHead, accumulate, at_last_token, check_finite, describe, evaluate, explained_variance, generate,
-    kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
+    InputError, Logger, Timer, ValueHead, accumulate, at_last_token, check_finite, describe, evaluate, explained_variance,
+    generate, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
     load_value_model, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_mean, microbatches, minibatches,
     no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_model, score, summarize, take, updates_per_batch,
     weighted_sum,
@@ -142,10 +145,12 @@ def value_loss(values, old_values, returns, weights, clip: float) -> tuple[torch
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int, horizon: int) -> float:
     """kl_coef moved towards keeping the KL (nats per completion) at its target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
     error = min(0.2, max(-0.2, kl / target - 1))
-    return kl_coef * (1 + error * completions / horizon)
+    return kl_coef * max(0.0, 1 + error * completions / horizon)
 
 
 def main(args: Args) -> None:
+    if args.kl_target and not args.kl_coef:
+        raise InputError("--kl-target adapts --kl-coef, which is 0: without a reference there is no KL to keep")
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model)
@@ -164,7 +169,7 @@ def main(args: Args) -> None:
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
         value_model.load_state_dict(state["value_model"])
-    describe(device, dtype, {"policy": policy, "reference": reference, "value_model": value_model}, reward_fns, prompts, **vars(args))
+    describe(device, dtype, {"policy": policy, "reference": reference, "value_model": value_model}, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -221,8 +226,10 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
-                stats["sampler_gap"] = weighted_sum((old_logprobs - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+                if "updates" not in totals:  # the policy is still the one that sampled
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
+                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             value_grad_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm, gradient_norm_of_the_value_model=value_grad_norm)

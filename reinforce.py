@@ -11,6 +11,9 @@ The score comes with the last token, the KL to the reference with each token; ev
 with more noise (at gamma 1; a discounted total is another objective).
 
 Departures from the paper: the baseline is a leave-one-out mean over the batch, which needs no state and keeps the gradient unbiased.
+
+    python reinforce.py                                     # CPU: RUNLINE
+    python reinforce.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
 """
 
 from dataclasses import dataclass
@@ -112,7 +115,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, **vars(args))
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -160,8 +163,10 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
-                stats["sampler_gap"] = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+                if "updates" not in totals:  # the policy is still the one that sampled
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
+                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()

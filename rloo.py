@@ -10,6 +10,9 @@ on it, so the gradient stays unbiased:
 Differs from reinforce.py: the baseline is the prompt's own, and the whole completion is one action with one reward.
 
 Departures from the paper: none known. TRL's RLOO clips a ratio of sequence probabilities; here there is no ratio.
+
+    python rloo.py                                     # CPU: RUNLINE
+    python rloo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
 """
 
 from dataclasses import dataclass
@@ -101,7 +104,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, **vars(args))
+    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -144,8 +147,10 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * stats["entropy"]
                 loss.backward()
-                stats["sampler_gap"] = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
+                if "updates" not in totals:  # the policy is still the one that sampled
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
+                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()

@@ -272,6 +272,7 @@ def test_an_eos_that_the_user_wrote_stays(tokenizer, tmp_path):
     (['{"question": "a"}'], 'line 1 has no "prompt"'),
     (["[1, 2]"], 'line 1 has no "prompt"'),
     (['{"prompt": []}'], 'line 1 has no "prompt"'),
+    (['{"prompt": ["hi", "there"]}'], 'line 1 has no "prompt"'),
     ([], "has no prompt of at most"),
 ])  # fmt: skip
 def test_a_broken_row_names_its_file_and_line(tokenizer, tmp_path, rows, message):
@@ -329,7 +330,7 @@ def test_any_kind_of_number_is_a_score(value):
     assert common.score(rewards_of(lambda p, c, r: [value, 0.0]), batch_of(["a", "b"]))["rewards"].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1", [1]])
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, 1e300, "1", [1]])
 def test_a_score_that_is_no_number_is_refused_with_its_row(value):
     with pytest.raises(InputError, match="reward mine returned .* for prompt 'p', completion 'b'"):
         common.score(rewards_of(lambda p, c, r: [0.0, value]), batch_of(["a", "b"]))
@@ -341,6 +342,23 @@ def test_two_functions_of_one_name_are_kept_apart(tmp_path):
     specs = (f"{tmp_path}/one.py:score", f"{tmp_path}/ten.py:score")
     scores = common.score(common.load_rewards(None, specs, (), CPU, torch.float32, 100), batch_of(["a"]))
     assert scores["rewards"].tolist() == [11] and scores[f"reward/{specs[1]}"].tolist() == [10]
+
+
+@pytest.mark.parametrize("result", [None, 1.0])
+def test_what_is_no_list_is_refused(result):
+    with pytest.raises(InputError, match="reward mine returned"):
+        common.score(rewards_of(lambda p, c, r: result), batch_of(["a"]))
+
+
+def test_a_row_without_an_answer_is_named():
+    with pytest.raises(InputError, match='need a column "answer", and a row has only prompt'):
+        common.exact_match(["a"], ["b"], [{"prompt": "a"}])
+
+
+def test_messages_need_a_chat_template_of_the_reward_model():
+    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 100)
+    with pytest.raises(InputError, match="the reward model's tokenizer has no chat template"):
+        reward.fn(["a"], ["b"], [{"prompt": [{"role": "user", "content": "a"}]}])
 
 
 def test_a_list_of_the_wrong_length_is_refused():

@@ -36,9 +36,9 @@ def changed_lines(child, parent):
 @pytest.mark.parametrize("child, parent, budget", [
     (rloo, reinforce, 42),
     (grpo, rloo, 80),
-    (gspo, grpo, 14),
-    (cispo, grpo, 14),
-    (ppo, grpo, 140),
+    (gspo, grpo, 16),
+    (cispo, grpo, 16),
+    (ppo, grpo, 144),
 ])  # fmt: skip
 def test_a_script_is_its_parent_plus_its_idea(child, parent, budget):
     changed = changed_lines(child, parent)

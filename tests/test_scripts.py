@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cispo
+import common
 import grpo
 import gspo
 import ppo
@@ -63,7 +64,7 @@ def test_addition_from_the_command_line_is_learnt(name, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(61))
-    assert rows[0]["eval_reward"] < 0.5 and rows[-1]["eval_reward"] > 0.8, (rows[0], rows[-1])
+    assert 0.25 < rows[0]["eval_reward"] < 0.5 and rows[-1]["eval_reward"] > 0.75, (rows[0], rows[-1])
     assert KEYS <= rows[1].keys()
     assert all(math.isfinite(value) for row in rows for value in row.values())
     for words in ("device: cpu", "completions", "temperature 1.0", "step 60/60", "before", "run folder: "):
@@ -77,7 +78,7 @@ def test_addition_from_the_command_line_is_learnt(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
     rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
-    rows = train(name, tmp_path / "run", num_steps=30, eval_every=30, **rewards)
+    rows = train(name, tmp_path / "run", num_steps=25, eval_every=25, lr=2e-4, **rewards)
     first, last = rows[0], rows[-1]
     assert last["eval_reward"] > first["eval_reward"] + 0.4, (first, last)
     assert last["eval_reward/gold_score"] > first["eval_reward/gold_score"] + 0.3, (first, last)
@@ -205,6 +206,12 @@ def test_what_is_typed_beside_resume_wins(tmp_path, capsys):
     ("grpo.py --max-new-tokens 600", "exceed the model's 512 positions"),
     ("grpo.py --device cuda:9", "--device cuda:9 can't be used here"),
     ("grpo.py --resume nothere", "nothere is not a run folder"),
+    ("grpo.py --lr nan", "--lr must be 0 or more, not nan"),
+    ("grpo.py --kl-coef -1", "--kl-coef must be 0 or more, not -1.0"),
+    ("cispo.py --clip-high -3", "--clip-high must be 0 or more, not -3.0"),
+    ("gspo.py --overlong-buffer 40", "--overlong-buffer 40 is longer than --max-new-tokens 32"),
+    ("ppo.py --kl-coef 0 --kl-target 3", "--kl-target adapts --kl-coef, which is 0"),
+    ("ppo.py --track wandb", "pip install wandb"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(command, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -212,6 +219,37 @@ def test_what_cannot_work_is_refused_in_one_sentence(command, message, tmp_path,
         run_command(command.split())
     assert str(stop.value).startswith("error: ") and message in str(stop.value) and "\n" not in str(stop.value)
     assert not list(tmp_path.iterdir())  # nothing was written
+
+
+def test_no_weights_that_are_not_finite_are_saved(tmp_path):
+    options = SMALL | ADDITION | {"lr": 1e38, "warmup_steps": 0, "num_steps": 1, "minibatch_size": None}
+    with pytest.raises(common.InputError, match="not finite"):
+        train("grpo", tmp_path / "run", **options)
+    assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
+
+
+def test_a_run_is_resumed_by_its_own_script_also_after_a_torn_line(tmp_path):
+    options = SMALL | ADDITION | {"num_steps": 1}
+    train("grpo", tmp_path / "run", **options)
+    with pytest.raises(SystemExit, match="is a run of grpo.py"):
+        run_command(["rloo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        with open(tmp_path / "run" / file, "a") as torn:
+            torn.write('{"step": 2, "rew')
+    run_command(["grpo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_several_updates_without_a_ratio_still_run(tmp_path):
+    """The gap between sampling and training is measured before the policy moves, however far it moves then."""
+    rows = train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_epochs": 10, "lr": 1e-2, "warmup_steps": 0})
+    assert all(row["sampler_gap"] < 1e-4 for row in rows[1:])
+
+
+def test_held_out_scores_do_not_depend_on_the_batch_size(tmp_path):
+    options = SMALL | ADDITION | {"num_steps": 1}
+    scores = [train("grpo", tmp_path / str(n), **options | {"num_prompts": n})[0]["eval_reward"] for n in (4, 30)]
+    assert scores[0] == scores[1]
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
