@@ -57,8 +57,10 @@ class Reward(NamedTuple):
 # --- start-up and randomness ---
 
 
-POSITIVE = ("num_steps", "num_prompts", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature", "num_epochs", "minibatch_size", "microbatch_tokens", "max_grad_norm", "kl_target", "kl_horizon")  # fmt: skip
-NOT_NEGATIVE = ("lr", "value_lr", "warmup_steps", "eval_every", "save_every", "clip_low", "clip_high", "kl_coef", "vf_coef", "value_clip", "gamma", "gae_lambda", "dynamic_sampling", "overlong_buffer")  # fmt: skip
+POSITIVE = """num_steps num_prompts group_size max_new_tokens max_prompt_tokens temperature num_epochs minibatch_size
+    microbatch_tokens max_grad_norm kl_target kl_horizon""".split()
+NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every clip_low clip_high kl_coef vf_coef value_clip gamma gae_lambda
+    missing_eos_penalty dynamic_sampling overlong_buffer""".split()
 
 
 def launch(main, Args, description: str) -> None:
@@ -75,7 +77,7 @@ def launch(main, Args, description: str) -> None:
             saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
             saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
             args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}))
-            if args.output_dir != args.resume:
+            if Path(args.output_dir).resolve() != Path(args.resume).resolve():
                 raise InputError("--resume continues in its own run folder; leave --output-dir out")
             for name, old in saved.items():
                 if name not in ("resume", "output_dir") and getattr(args, name) != old:
@@ -177,12 +179,14 @@ def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
     options = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
     model, info = pretrained(AutoModelForSequenceClassification, path, **options)
     if info["missing_keys"] or info["mismatched_keys"]:
-        raise InputError(f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1")
+        raise InputError(
+            f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1"
+        )
     return prepare(model, device, dtype, trainable=False)
 
 
 class ValueModel(torch.nn.Module):
-    """A trunk and a scalar head: V(x, y_<t) at every position, from a causal LM (zero head, so V = 0 at first) or a reward model (its head)."""
+    """A trunk and a scalar head: V(x, y_<t), from a causal LM (zero head, so V = 0 at first) or a reward model (its head)."""
 
     def __init__(self, model):
         super().__init__()
@@ -197,10 +201,17 @@ class ValueModel(torch.nn.Module):
         return scatter_tokens(self.head(hidden[keep].float())[:, 0], batch["mask"])  # (B, T)
 
 
-def load_value_model(path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype) -> ValueModel:
+def load_value_model(
+    path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype
+) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     for reward in reward_fns:
-        if path is None and reward.model and reward.weight and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab():
+        if (
+            path is None
+            and reward.model
+            and reward.weight
+            and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab()
+        ):
             path = reward.model.name_or_path
     path = path or model
     kinds = pretrained(AutoConfig, path).architectures or []
@@ -211,7 +222,7 @@ def load_value_model(path: str | None, model: str, reward_fns: list[Reward], tok
 
 
 class ValueHead(torch.nn.Module):
-    """A scalar head on the policy's own trunk; it reads the hidden states of the policy's latest forward pass, so it costs no second one."""
+    """A scalar head on the policy's own trunk; it reads the hidden states of the policy's latest forward pass."""
 
     def __init__(self, policy):
         super().__init__()
@@ -293,7 +304,9 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     return new_ids, logprobs, length, truncated
 
 
-def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple, first_row: int = 0) -> dict:
+def generate(
+    policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_tokens: int, temperature: float, key: tuple, first_row: int = 0
+) -> dict:
     """Sample group_size completions of each prompt: a batch (see the top of this file).
 
     key seeds one uniform number per row (from first_row on) and token position, so a completion depends on nothing else in the batch.
@@ -306,11 +319,13 @@ def generate(policy, tokenizer, prompts: list[Prompt], group_size: int, max_new_
     with torch.no_grad(), autocast(policy):
         new_ids, logprobs, length, truncated = sample_completions(policy, prompt_ids, uniform.to(device, wide), stops, temperature)
     if not torch.isfinite(logprobs).all():
-        raise InputError("the policy's log-probabilities are not finite, so it can't be sampled; the learning rate was too high, or the model is broken")
+        raise InputError("the policy's log-probabilities are not finite, so it can't be sampled; try a lower --lr, or the model is broken")
     T = int(length.max())
     lengths, cut = length.tolist(), truncated.tolist()
     return {
-        "input_ids": pad_sequence([torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True),
+        "input_ids": pad_sequence(
+            [torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True
+        ),
         "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
         "mask": (torch.arange(T, device=device) < length[:, None]).float(),
         "logprobs": logprobs[:, :T],
@@ -497,7 +512,9 @@ def check_finite(step: int, **quantities) -> None:
     """Stop before a number that is not finite reaches the weights."""
     for name, value in quantities.items():
         if not math.isfinite(value):
-            raise InputError(f"the {name.replace('_', ' ')} is {float(value)} in step {step}, so this optimizer step was not taken; try a lower --lr")
+            raise InputError(
+                f"the {name.replace('_', ' ')} is {float(value)} in step {step}, so this optimizer step was not taken; try a lower --lr"
+            )
 
 
 # --- rewards ---
@@ -559,7 +576,9 @@ def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
         if isinstance(row["prompt"], str):
             return tokenizer(prompt + completion).input_ids
         if tokenizer.chat_template is None:
-            raise InputError("prompts are messages, but the reward model's tokenizer has no chat template; give prompts as text or use --reward-fn")
+            raise InputError(
+                "prompts are messages, but the reward model's tokenizer has no chat template; give prompts as text or use --reward-fn"
+            )
         messages = row["prompt"] + [{"role": "assistant", "content": completion}]
         return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
 
@@ -567,7 +586,9 @@ def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
     def fn(prompts, completions, rows):
         ids = [text_ids(*args) for args in zip(prompts, completions, rows)]
         if (longest := max(map(len, ids))) > getattr(model.config, "max_position_embeddings", math.inf):
-            raise InputError(f"a completion with its prompt has {longest} tokens, more than the reward model's positions; lower --max-new-tokens")
+            raise InputError(
+                f"a completion with its prompt has {longest} tokens, more than the reward model's positions; lower --max-new-tokens"
+            )
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         while order:
@@ -619,7 +640,8 @@ def score(reward_fns: list[Reward], batch: dict) -> dict:
             except (TypeError, ValueError):
                 values[i] = math.nan
             if not abs(values[i]) < 1e30:  # nan, and what float32 can't hold
-                raise InputError(f"reward {name} returned {value!r}, not a finite number, for prompt {prompts[i].text!r}, completion {completions[i]!r}")
+                where = f"prompt {prompts[i].text!r}, completion {completions[i]!r}"
+                raise InputError(f"reward {name} returned {value!r}, not a finite number, for {where}")
         each[f"reward/{name}"] = weight, torch.tensor(values, device=batch["mask"].device)
     total = {"rewards": sum(weight * values for weight, values in each.values())}
     return total | {name: values for name, (_, values) in each.items()} if len(each) > 1 else total
@@ -790,6 +812,7 @@ def updates_per_batch(batch_size: int, num_epochs: int, minibatch_size: int | No
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """1 - variance of (returns - values) / variance of returns, over the mask; 1: values predict all, 0: no better than a constant."""
+
     def variance(x):
         return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
@@ -892,7 +915,9 @@ class Logger:
             print(f"{name.removeprefix('eval_'):<40}{first[name]:>10.3f}{last[name]:>10.3f}")
         before, after = ([s for s in samples if s.get("held_out") and s["step"] == row["step"]] for row in (first, last))
         for b, a in zip(before[:3], after):
-            print(f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})")
+            print(
+                f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})"
+            )
         print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/)")
 
 
@@ -920,7 +945,9 @@ def describe(
     """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
     longest, positions = max(len(p.ids) for p in prompts + eval_prompts), getattr(models["policy"].config, "max_position_embeddings", None)
     if positions and longest + max_new_tokens > positions:
-        raise InputError(f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions")
+        raise InputError(
+            f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions"
+        )
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
@@ -928,6 +955,9 @@ def describe(
             print(f"{name.replace('_', ' ')}: {sum(p.numel() for p in model.parameters()) / 1e6:.3f}M parameters{frozen}")
     print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
-    print(f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)")
-    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {num_steps * num_prompts / len(prompts):.1f} epochs")
+    print(
+        f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)"
+    )
+    epochs = num_steps * num_prompts / len(prompts)
+    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
     print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")

@@ -61,7 +61,7 @@ class Args:
     clip_low: float = 3e-4  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 4e-4  # upper end of that range
     kl_coef: float = 0.0  # weight of the KL to the reference in the loss; 0: no reference is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k1: log-ratio (as a loss, no gradient on average), k2: half its square, k3: exp(-k1) - 1 + k1
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k1: log-ratio, k2: half its square, k3: exp(-k1) - 1 + k1
     scale_rewards: Literal["group", "batch", "none"] = "group"  # std that advantages are divided by
     aggregation: Literal["sequence", "token", "constant"] = "sequence"  # what the loss is averaged over
     dynamic_sampling: int = 0  # rounds of sampling that replace groups of equal rewards (DAPO)
@@ -128,7 +128,8 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
+    models = {"policy": policy, "reference": reference}
+    describe(device, dtype, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

@@ -169,7 +169,8 @@ def main(args: Args) -> None:
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
         value_model.load_state_dict(state["value_model"])
-    describe(device, dtype, {"policy": policy, "reference": reference, "value_model": value_model}, reward_fns, prompts, eval_prompts, **vars(args))
+    models = {"policy": policy, "reference": reference, "value_model": value_model}
+    describe(device, dtype, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
@@ -250,7 +251,8 @@ def main(args: Args) -> None:
             metrics, samples = metrics | eval_metrics, samples + eval_samples
         logger.log(step, metrics, samples)
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
-            state |= {"step": step, "optimizer": optimizer.state_dict(), "value_model": value_model.state_dict(), "kl_coef": kl_coef}
+            state |= {"step": step, "optimizer": optimizer.state_dict()}
+            state |= {"value_model": value_model.state_dict(), "kl_coef": kl_coef}
             save_model(logger.dir / f"checkpoint-{step}", policy, tokenizer, state)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()

@@ -115,7 +115,8 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    describe(device, dtype, {"policy": policy, "reference": reference}, reward_fns, prompts, eval_prompts, **vars(args))
+    models = {"policy": policy, "reference": reference}
+    describe(device, dtype, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
