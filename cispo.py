@@ -11,8 +11,8 @@ Differs from grpo.py: the detached, capped weight, the mean over all tokens, and
 
 Departures from the paper: it gives no number for the cap; 1 + clip_high = 5 is that of ScaleRL (arXiv:2510.13786). clip_low 1 is no floor.
 
-    python cispo.py                                     # CPU: RUNLINE
-    python cispo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
+    python cispo.py  # CPU, about a minute: held-out reward 0.2 -> 2.5
+    python cispo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # GPU, untested
 """
 
 from dataclasses import dataclass

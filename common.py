@@ -68,6 +68,7 @@ def launch(main, Args, description: str) -> None:
 
     With --resume RUN_FOLDER the flags of that run are the defaults, and what is typed beside it wins and is announced.
     """
+    sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step as it comes
     args = tyro.cli(Args, description=description)
     try:
         if args.resume:
@@ -141,7 +142,8 @@ def locate(path: str) -> str:
 
 
 def pretrained(kind, path: str, **kwargs):
-    """kind.from_pretrained of a folder or a hub id; weights in float32, from safetensors only."""
+    """kind.from_pretrained of a folder or a hub id; weights in float32, from safetensors only; no code of the model's is run."""
+    kwargs |= {"trust_remote_code": False}
     if "CausalLM" in kind.__name__ or "Classification" in kind.__name__:
         kwargs |= {"dtype": torch.float32, "use_safetensors": True}
     if not Path(locate(path)).exists() and (path.count("/") > 1 or path[0] in "./~"):
@@ -205,15 +207,9 @@ def load_value_model(
     path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype
 ) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
-    for reward in reward_fns:
-        if (
-            path is None
-            and reward.model
-            and reward.weight
-            and load_tokenizer(reward.model.name_or_path).get_vocab() == tokenizer.get_vocab()
-        ):
-            path = reward.model.name_or_path
-    path = path or model
+    starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
+    starts = [start for start in starts if load_tokenizer(start).get_vocab() == tokenizer.get_vocab()]
+    path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")

@@ -17,8 +17,8 @@ Two relatives are a command line each:
 
 Departures from the paper: sample std and 1e-4 (the paper gives neither); a group of equal rewards has advantage exactly 0.
 
-    python grpo.py                                     # CPU: RUNLINE
-    python grpo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
+    python grpo.py  # CPU, about a minute: held-out reward 0.2 -> 2.2
+    python grpo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # GPU, untested
 """
 
 from dataclasses import dataclass

@@ -12,8 +12,8 @@ Differs from grpo.py: the ratio's level, its narrow clip range, and no KL by def
 Departures from the paper: those of grpo.py. Written in its GSPO-token form (eq. 13), which has the same gradient and lets
 advantages differ between tokens.
 
-    python gspo.py                                     # CPU: RUNLINE
-    python gspo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
+    python gspo.py  # CPU, about a minute: held-out reward 0.2 -> 2.7
+    python gspo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # GPU, untested
 """
 
 from dataclasses import dataclass

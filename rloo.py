@@ -11,8 +11,8 @@ Differs from reinforce.py: the baseline is the prompt's own, and the whole compl
 
 Departures from the paper: none known. TRL's RLOO clips a ratio of sequence probabilities; here there is no ratio.
 
-    python rloo.py                                     # CPU: RUNLINE
-    python rloo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # one GPU
+    python rloo.py  # CPU, about a minute: held-out reward 0.2 -> 2.6
+    python rloo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # GPU, untested
 """
 
 from dataclasses import dataclass
