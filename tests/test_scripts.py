@@ -141,6 +141,14 @@ def test_at_learning_rate_0_nothing_moves(name, temperature, tmp_path):
         assert row.get("clip_fraction", 0.0) == 0.0 and row.get("kl", 0.0) == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_strong_kl_penalty_holds_the_policy_near_the_reference(name, tmp_path):
+    options = SMALL | ADDITION | {"num_steps": 15, "eval_every": 0, "lr": 2e-4, "num_prompts": 16, "minibatch_size": 64}
+    runs = (train(name, tmp_path / str(coef), **options | {"kl_coef": coef}) for coef in (1e-9, 5.0))
+    loose, held = (sum(row["kl"] for row in rows[-5:]) for rows in runs)
+    assert held < 0.5 * loose, (held, loose)
+
+
 # --- options ---
 
 
