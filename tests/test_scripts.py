@@ -267,10 +267,11 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
 
 
 def test_equal_rewards_leave_the_weights_alone(tmp_path):
-    data = tmp_path / "hopeless.jsonl"
-    data.write_text('{"prompt": "1+1=", "answer": "no"}\n')
-    for name in ("rloo", "grpo", "gspo", "cispo"):
-        rows = train(name, tmp_path / name, **SMALL | ADDITION | {"dataset": str(data), "kl_coef": 0.0})
+    """Everything scores 1: no advantage, no gradient, the same weights. (PPO's value model has to learn the 1 first.)"""
+    (tmp_path / "ones.py").write_text("def score(prompts, completions, rows):\n    return [1.0] * len(prompts)\n")
+    for name in ("reinforce", "rloo", "grpo", "gspo", "cispo"):
+        options = SMALL | ADDITION | {"reward_fn": (f"{tmp_path}/ones.py:score",), "kl_coef": 0.0}
+        rows = train(name, tmp_path / name, **options)
         assert [row["grad_norm"] for row in rows[1:]] == [0, 0, 0] and rows[1]["no_signal_fraction"] == 1.0
         before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / name / "final")
         assert all(torch.equal(before[k].float(), after[k]) for k in before)
