@@ -695,8 +695,7 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt
     A text prompt gets the tokenizer's own special tokens; messages get the chat template, which holds its own.
     """
     prompts, too_long = [], 0
-    ends_with_eos = tokenizer("").input_ids[-1:] == [tokenizer.eos_token_id] and len(tokenizer("a").input_ids) > 1
-    ends_with_eos = ends_with_eos and tokenizer("a").input_ids[-1] == tokenizer.eos_token_id  # some tokenizers end every text so
+    ends_with_eos = tokenizer("a").input_ids[-1:] == [tokenizer.eos_token_id]  # some tokenizers end every text with it
     for where, row in read_rows(dataset):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if isinstance(prompt, str):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
     MistralConfig, MistralForCausalLM,
@@ -260,6 +261,14 @@ def test_chat_prompts_take_the_template_and_one_bos(tokenizer, tmp_path):
 def test_a_row_may_hold_any_character(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b\u0085c"}\n', encoding="utf-8")
     assert common.load_prompts(str(tmp_path / "a.jsonl"), tokenizer, 64)[0].text == "a\u2028b\u0085c"
+
+
+def test_an_eos_that_the_tokenizer_adds_to_every_text_goes(tokenizer, tmp_path):
+    adds = common.load_tokenizer("tiny/policy")
+    adds.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    assert adds("1+1=").input_ids[-1] == adds.eos_token_id
+    (prompt,) = common.load_prompts(write(tmp_path / "a.jsonl", {"prompt": "1+1="}), adds, 64)
+    assert prompt.ids == tokenizer("1+1=").input_ids
 
 
 def test_an_eos_that_the_user_wrote_stays(tokenizer, tmp_path):
