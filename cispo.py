@@ -23,10 +23,11 @@ from typing import Literal
 import torch
 
 from common import (
-    InputError, Logger, Timer, accumulate, check_finite, concatenate, describe, evaluate, generate, kl_estimate, launch,
-    load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer, logprobs_and_entropy_of,
-    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, no_signal, normalize, pick_device,
-    rollout_metrics, samples_of, save_model, score, select, summarize, take, updates_per_batch, weighted_sum,
+    InputError, Logger, Timer, accumulate, check_finite, concatenate, describe, evaluate, generate, importance_weighted,
+    kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
+    logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, no_signal,
+    normalize, pick_device, rollout_metrics, samples_of, save_model, score, select, summarize, take, updates_per_batch,
+    weighted_sum,
 )  # fmt: skip
 
 
@@ -56,6 +57,7 @@ class Args:
     max_new_tokens: int = 32  # longest completion
     max_prompt_tokens: int = 512  # longer prompts are left out
     temperature: float = 1.0  # of sampling and of every log-probability
+    is_correction_cap: float = 0.0  # largest weight trained / sampled probability of a token, where the two differ (bfloat16, ...); 0: off
     # algorithm
     clip_low: float = 1.0  # the weight is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 4.0  # upper end of that range
@@ -177,6 +179,8 @@ def main(args: Args) -> None:
                 logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
                 old_logprobs = micro.get("old_logprobs", logprobs.detach())
                 weights = micro["weights"]
+                if args.is_correction_cap:
+                    weights = importance_weighted(weights, old_logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, old_logprobs, micro["advantages"], weights, args.clip_low, args.clip_high)
                 if reference is not None:
                     loss = loss + args.kl_coef * weighted_sum(kl_estimate(logprobs, micro["ref_logprobs"], args.kl_estimator), weights)
@@ -186,8 +190,8 @@ def main(args: Args) -> None:
                 loss.backward()
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
                 if "updates" not in totals:  # the policy is still the one that sampled
-                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), micro["weights"])
+                    accumulate(totals, sampler_gap=gap, gap_weights=micro["weights"].sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()

@@ -60,7 +60,7 @@ class Reward(NamedTuple):
 POSITIVE = """num_steps num_prompts group_size max_new_tokens max_prompt_tokens temperature num_epochs minibatch_size
     microbatch_tokens max_grad_norm kl_target kl_horizon""".split()
 NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every clip_low clip_high kl_coef vf_coef value_clip gamma gae_lambda
-    missing_eos_penalty dynamic_sampling overlong_buffer""".split()
+    missing_eos_penalty dynamic_sampling overlong_buffer is_correction_cap""".split()
 
 
 def launch(main, Args, description: str) -> None:
@@ -415,15 +415,25 @@ def scatter_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(mask.shape).masked_scatter(mask.bool(), x)
 
 
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """In float32, or float64 if that is what came in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits / temperature in float32 or wider, without a copy where none is needed."""
+    return upcast(logits) if temperature == 1.0 else upcast(logits) / temperature
+
+
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """log-softmax(logits / temperature) at ids, float32: (..., V), (...) -> (...). Keeps no float32 copy of the log-softmax."""
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    logits = scaled(logits, temperature)
     return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
 def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Entropy in nats of softmax(logits / temperature), float32: (..., V) -> (...)."""
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    logits = scaled(logits, temperature)
     return logits.logsumexp(-1) - torch.linalg.vecdot(logits.softmax(-1), logits)
 
 
@@ -446,9 +456,10 @@ def logprobs_of(model, temperature: float, batch: dict) -> torch.Tensor:
 def logprobs_and_entropy_of(model, temperature: float, batch: dict, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and the entropy of each token's distribution in nats; its gradient costs one more copy of the logits."""
     logits, ids = completion_logits(model, batch)
+    logits = scaled(logits, temperature)
     with torch.set_grad_enabled(entropy_grad):
-        entropy = token_entropy(logits, temperature)
-    return scatter_tokens(token_logprobs(logits, ids, temperature), batch["mask"]), scatter_tokens(entropy, batch["mask"])
+        entropy = token_entropy(logits)
+    return scatter_tokens(token_logprobs(logits, ids), batch["mask"]), scatter_tokens(entropy, batch["mask"])
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -464,7 +475,7 @@ def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | Non
     "constant": sum over tokens / max_new_tokens, mean over sequences (Dr. GRPO); "sum": sum over tokens, mean over sequences (RLOO).
     A row with an empty mask carries nothing but counts as a sequence.
     """
-    mask = (mask != 0).float()
+    mask = upcast((mask != 0).to(mask.dtype))
     if aggregation == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     if aggregation == "token":
@@ -487,7 +498,7 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: s
     k1 and k3 are unbiased. As a loss on fresh samples the expected gradient of k1 is 0, of k2 that of KL(policy || reference),
     of k3 that of KL(reference || policy). k3's exponent is clamped at 20 and expm1 keeps it right near 0.
     """
-    log_ratio = logprobs.to(wide := torch.promote_types(logprobs.dtype, torch.float32)) - ref_logprobs.to(wide)
+    log_ratio = upcast(logprobs) - upcast(ref_logprobs)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -496,6 +507,16 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: s
         log_ratio = log_ratio.clamp(min=-20)
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(f"estimator must be k1, k2 or k3, not {estimator!r}")
+
+
+def importance_weighted(weights: torch.Tensor, logprobs: torch.Tensor, sampled_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
+    """weights times min(trained / sampled probability, cap), (B, T), without a gradient.
+
+    Truncated importance sampling (Ionides 2008), for a sampler whose distribution is not quite the one that is trained: bfloat16,
+    a mixture of experts, another engine. The policy ratio, if any, starts from logprobs, so that nothing is corrected twice.
+    """
+    log_ratio = (logprobs.detach() - sampled_logprobs).masked_fill(weights == 0, 0.0)
+    return weights * log_ratio.exp().clamp(max=cap)
 
 
 def at_last_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

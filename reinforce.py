@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 
 from common import (
-    InputError, Logger, Timer, accumulate, at_last_token, check_finite, describe, evaluate, generate, kl_estimate, launch,
-    load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer, logprobs_and_entropy_of,
-    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics,
-    samples_of, save_model, score, summarize, take, weighted_sum,
+    InputError, Logger, Timer, accumulate, at_last_token, check_finite, describe, evaluate, generate, importance_weighted,
+    kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
+    logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize,
+    pick_device, rollout_metrics, samples_of, save_model, score, summarize, take, weighted_sum,
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ class Args:
     max_new_tokens: int = 32  # longest completion
     max_prompt_tokens: int = 512  # longer prompts are left out
     temperature: float = 1.0  # of sampling and of every log-probability
+    is_correction_cap: float = 0.0  # largest weight trained / sampled probability of a token, where the two differ (bfloat16, ...); 0: off
     # algorithm
     weighting: Literal["total", "reward-to-go", "baseline"] = "baseline"  # baseline: reward-to-go minus the other rows' mean return
     gamma: float = 1.0  # discount per token
@@ -159,6 +160,8 @@ def main(args: Args) -> None:
             for micro in microbatches(minibatch, args.microbatch_tokens):
                 logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
                 weights = micro["weights"]
+                if args.is_correction_cap:
+                    weights = importance_weighted(weights, logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, micro["advantages"], weights)
                 stats |= {"entropy": weighted_sum(entropy, weights)}
                 if args.entropy_coef:
@@ -166,8 +169,8 @@ def main(args: Args) -> None:
                 loss.backward()
                 accumulate(totals, loss=loss, weights=weights.sum(), **stats)
                 if "updates" not in totals:  # the policy is still the one that sampled
-                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    accumulate(totals, sampler_gap=gap, gap_weights=weights.sum())
+                    gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), micro["weights"])
+                    accumulate(totals, sampler_gap=gap, gap_weights=micro["weights"].sum())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             check_finite(step, gradient_norm=grad_norm)
             optimizer.step()
