@@ -462,10 +462,14 @@ def logprobs_and_entropy_of(model, temperature: float, batch: dict, entropy_grad
     return scatter_tokens(token_logprobs(logits, ids), batch["mask"]), scatter_tokens(entropy, batch["mask"])
 
 
+def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Sum of x where the mask is 1, over all or one dimension; elsewhere x may be anything, inf and NaN included."""
+    return x.masked_fill(mask == 0, 0.0).sum(dim)
+
+
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Mean of x where the mask is 1, over all or one dimension; 0 where the mask is empty."""
-    total = x.masked_fill(mask == 0, 0.0).sum(dim)
-    return total / (mask != 0).sum(dim).clamp(min=1)
+    return masked_sum(x, mask, dim) / (mask != 0).sum(dim).clamp(min=1)
 
 
 def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | None = None) -> torch.Tensor:
@@ -817,7 +821,7 @@ def summarize(batch: dict, totals: dict, laps: dict) -> dict:
     metrics = {k: v / updates for k, v in totals.items() if k.endswith(("loss", "grad_norm"))} | {"sampler_gap": gap}
     metrics |= {k: v / weights for k, v in totals.items() if k not in metrics and weights > 0}
     if "ref_logprobs" in batch:
-        metrics["kl"] = kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3").sum(1).mean().item()
+        metrics["kl"] = masked_sum(kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3"), batch["mask"], 1).mean().item()
     metrics["tokens_per_second"] = batch["mask"].sum().item() / sum(laps.values())
     return metrics | {f"time_{name}": seconds for name, seconds in laps.items()}
 

@@ -31,8 +31,8 @@ from common import (
     InputError, Logger, Timer, ValueHead, accumulate, at_last_token, check_finite, describe, evaluate, explained_variance,
     generate, importance_weighted, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts,
     load_rewards, load_tokenizer, load_value_model, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_mean,
-    microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_model, score, summarize,
-    take, updates_per_batch, weighted_sum,
+    masked_sum, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_model, score,
+    summarize, take, updates_per_batch, weighted_sum,
 )  # fmt: skip
 
 
@@ -247,7 +247,8 @@ def main(args: Args) -> None:
         metrics["explained_variance"] = explained_variance(batch["values"], batch["returns"], batch["mask"])
         metrics["kl_coef"] = kl_coef
         if args.kl_target and reference is not None:
-            kl_coef = adapted_kl_coef(kl_coef, kl.sum(1).mean().item(), args.kl_target, len(rewards), args.kl_horizon)
+            mean_kl = masked_sum(kl, batch["mask"], 1).mean().item()
+            kl_coef = adapted_kl_coef(kl_coef, mean_kl, args.kl_target, len(rewards), args.kl_horizon)
         samples = samples_of(batch)
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()

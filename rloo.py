@@ -25,8 +25,8 @@ import torch
 from common import (
     InputError, Logger, Timer, accumulate, check_finite, describe, evaluate, generate, importance_weighted, kl_estimate, launch,
     load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer, logprobs_and_entropy_of,
-    logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, normalize, pick_device, rollout_metrics,
-    samples_of, save_model, score, summarize, take, weighted_sum,
+    logprobs_of, loss_weights, lr_factor, masked_sum, microbatches, minibatches, no_grad_pass, normalize, pick_device,
+    rollout_metrics, samples_of, save_model, score, summarize, take, weighted_sum,
 )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def main(args: Args) -> None:
             rewards = normalize(rewards)
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
-            rewards = rewards - args.kl_coef * kl.sum(1)
+            rewards = rewards - args.kl_coef * masked_sum(kl, batch["mask"], 1)
         batch["advantages"] = leave_one_out_advantages(rewards, args.group_size)
         timer.lap("score")
 
