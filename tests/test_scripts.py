@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,12 @@ import rloo
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {m.__name__: m for m in (reinforce, rloo, ppo, grpo, gspo, cispo)}
-ADDITION = {"dataset": "tiny/addition.jsonl", "reward_fn": ("exact_match",), "max_new_tokens": 8}
-SMALL = {"num_steps": 3, "num_prompts": 4, "group_size": 4, "minibatch_size": 8, "eval_every": 2, "max_new_tokens": 16}
+FEW = Path(tempfile.mkdtemp())  # the embedded tasks, cut short: NAME.jsonl and NAME-eval.jsonl
+for file, rows in (("addition", 200), ("addition-eval", 8), ("reviews", 100), ("reviews-eval", 8)):
+    (FEW / f"{file}.jsonl").write_text("".join((ROOT / f"tiny/{file}.jsonl").read_text().splitlines(True)[:rows]))
+ADDITION = {"dataset": str(FEW / "addition.jsonl"), "reward_fn": ("exact_match",), "max_new_tokens": 8}
+SMALL = {"dataset": str(FEW / "reviews.jsonl"), "num_steps": 3, "num_prompts": 4, "group_size": 4, "minibatch_size": 8,
+         "eval_every": 2, "max_new_tokens": 16}  # fmt: skip
 TIMES = re.compile("time_|tokens_per_second")
 
 KEYS = {  # contract: the same keys wherever they mean something
@@ -59,15 +64,15 @@ def weights_of(folder):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_addition_from_the_command_line_is_learnt(name, tmp_path):
     command = f"{name}.py --dataset tiny/addition.jsonl --eval-dataset tiny/addition-eval.jsonl --reward-fn exact_match"
-    command = [sys.executable, *shlex.split(command), "--num-steps", "60", "--eval-every", "30", "--output-dir", str(tmp_path / "run")]
+    command = [sys.executable, *shlex.split(command), "--num-steps", "40", "--eval-every", "20", "--output-dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(61))
+    assert [row["step"] for row in rows] == list(range(41))
     assert 0.25 < rows[0]["eval_reward"] < 0.5 and rows[-1]["eval_reward"] > 0.75, (rows[0], rows[-1])
     assert KEYS <= rows[1].keys()
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    for words in ("device: cpu", "completions", "temperature 1.0", "step 60/60", "before", "run folder: "):
+    for words in ("device: cpu", "completions", "temperature 1.0", "step 40/40", "before", "run folder: "):
         assert words in done.stdout, done.stdout
     folder = tmp_path / "run" / "final"  # an ordinary model folder
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -78,7 +83,7 @@ def test_addition_from_the_command_line_is_learnt(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
     rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
-    rows = train(name, tmp_path / "run", num_steps=25, eval_every=25, lr=2e-4, **rewards)
+    rows = train(name, tmp_path / "run", num_steps=15, eval_every=0, lr=4e-4, warmup_steps=2, **rewards)
     first, last = rows[0], rows[-1]
     assert last["eval_reward"] > first["eval_reward"] + 0.4, (first, last)
     assert last["eval_reward/gold_score"] > first["eval_reward/gold_score"] + 0.3, (first, last)
