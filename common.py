@@ -526,7 +526,7 @@ def importance_weighted(weights: torch.Tensor, logprobs: torch.Tensor, sampled_l
 def at_last_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B,) -> (B, T): x on the last completion token of each row, 0 elsewhere."""
     last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)
-    return last * x[:, None]
+    return torch.where(last, x[:, None], 0.0)
 
 
 def check_finite(step: int, **quantities) -> None:
@@ -669,8 +669,10 @@ def score(reward_fns: list[Reward], batch: dict) -> dict:
 
 
 def normalize(rewards: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / std over the batch; sample std; 0 for equal rewards."""
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-8) if len(rewards) > 1 else torch.zeros_like(rewards)
+    """(x - mean) / std over the batch; sample std; exactly 0 for equal rewards, whatever rounding leaves of the mean."""
+    if rewards.amax() == rewards.amin():
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-8)
 
 
 def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ The score comes with the last token, the KL to the reference with each token; ev
     loss         = mean over rows of sum over tokens of -advantages_t * logprobs_t
 
 --weighting total weights every token by returns_0 and --weighting reward-to-go by returns_t: the same gradient on average,
-with more noise (at gamma 1; a discounted total is another objective).
+usually with more noise (at gamma 1; a discounted total is another objective).
 
 Departures from the paper: the baseline is a leave-one-out mean over the batch, which needs no state and keeps the gradient unbiased.
 

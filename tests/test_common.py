@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
-    MistralConfig, MistralForCausalLM,
-)  # fmt: skip
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import cispo
 import common
@@ -20,6 +17,7 @@ import gspo
 import ppo
 import reinforce
 from common import InputError, Prompt
+from test_models import RAGGED, prompts_of, random_model
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -28,28 +26,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def tokenizer():
     return common.load_tokenizer("tiny/policy")
-
-
-def random_model(kind="llama", vocab_size=512, seed=0, **options):
-    """A tiny random causal LM whose distributions are far from uniform."""
-    torch.manual_seed(seed)
-    shape = dict(vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, pad_token_id=2)
-    if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=1, **options))
-    elif kind == "mistral":
-        model = MistralForCausalLM(MistralConfig(**shape, intermediate_size=64, num_key_value_heads=2, sliding_window=8, **options))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=64, num_key_value_heads=2, **options))
-    for parameter in model.parameters():
-        parameter.data *= 4
-    return common.prepare(model, CPU, torch.float32, trainable=True)
-
-
-def prompts_of(*ids):
-    return [Prompt(list(i), f"prompt {n}", {"prompt": f"prompt {n}"}) for n, i in enumerate(ids)]
-
-
-RAGGED = prompts_of([0, 7, 8, 9], [0, 5], [0, 11, 12, 13, 14, 15, 16], [0, 3, 1, 3])
 
 
 # --- sampling ---
@@ -67,40 +43,6 @@ def test_a_token_of_probability_0_is_never_sampled():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(4, 1)
     ids, _ = common.sample_tokens(logits, torch.tensor([0.0, 0.5, 0.25, 1 - 2**-53], dtype=torch.float64), 1.0)
     assert ids.tolist() == [1, 3, 1, 3]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-def test_what_is_sampled_is_softmax_of_the_logits_over_temperature(tokenizer, temperature):
-    """Chi-square over first tokens, with a hostile generation config that the sampler must not read."""
-    model = random_model(vocab_size=60)
-    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.5, repetition_penalty=1.3, eos_token_id=1)
-    n = 6000
-    batch = common.generate(model, tokenizer, prompts_of([0, 7, 8]), n, 1, temperature, key=(0, 1))
-    counts = torch.bincount(batch["input_ids"][:, 3], minlength=60).double()
-    with torch.no_grad():
-        expected = n * torch.softmax(model(torch.tensor([[0, 7, 8]])).logits[0, -1].double() / temperature, -1)
-    rare = expected < 5
-    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
-    chi2, freedom = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
-    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))  # Wilson and Hilferty 1931
-    assert z < 3.1, (chi2, freedom)  # p > 0.001
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_log_probabilities_as_sampled_equal_the_scoring_pass(tokenizer, kind):
-    """Left-padded prompts in a cache against right-padded rows without one; also positions, sliding window, dropout in the config."""
-    options = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1} if kind == "gpt2" else {"attention_dropout": 0.1}
-    model = random_model(kind, **options)
-    batch = common.generate(model, tokenizer, RAGGED, 3, 24, 0.8, key=(0, 1))
-    assert 1 < batch["mask"].sum(1).min() < batch["mask"].sum(1).max() or batch["truncated"].any()
-    scored = common.no_grad_pass(lambda micro: common.logprobs_of(model, 0.8, micro), batch, 100)
-    torch.testing.assert_close(scored, batch["logprobs"], atol=1e-4, rtol=0)
-    i = 7  # a row of the longest prompt, by the plainest formula
-    start, n = int(batch["prompt_length"][i]), int(batch["mask"][i].sum())
-    ids = batch["input_ids"][i, : start + n]
-    logprobs = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
-    expected = torch.stack([logprobs[start + t - 1, ids[start + t]] for t in range(n)])
-    torch.testing.assert_close(scored[i, :n], expected, atol=1e-4, rtol=0)
 
 
 def test_a_completion_depends_on_its_row_and_key_alone(tokenizer):

@@ -273,7 +273,7 @@ def test_advantages_per_completion(seed):
     assert common.no_signal(r, size).tolist() == dead
     for function, _ in PER_GROUP:
         assert (function(r, size) == 0).tolist() == [d for d in dead for _ in range(size)]
-    assert (common.normalize(tensor([0.5] * (1 + seed % 5))) == 0).all()
+    assert (common.normalize(torch.full((1 + seed,), 0.9)) == 0).all()  # in float32 the mean of six .9 is off
 
 
 # --- common ---
