@@ -24,10 +24,10 @@ import torch
 
 from common import (
     InputError, Logger, Timer, accumulate, check_finite, concatenate, describe, evaluate, generate, importance_weighted,
-    kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_rewards, load_tokenizer,
-    logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass, no_signal,
-    normalize, pick_device, rollout_metrics, samples_of, save_model, score, select, summarize, take, updates_per_batch,
-    weighted_sum,
+    keep_best, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_reference, load_rewards,
+    load_tokenizer, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass,
+    no_signal, normalize, pick_device, rollout_metrics, samples_of, save_model, score, select, summarize, take,
+    updates_per_batch, weighted_sum,
 )  # fmt: skip
 
 
@@ -40,16 +40,23 @@ class Args:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
+    eval_samples: int = 1  # completions per held-out prompt; k > 1 also gives eval_pass@k
+    eval_temperature: float = 1.0  # of those completions; 0: the likeliest token
     save_every: int = 0  # steps between checkpoints; 0: one at the end
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
     # task and models
     model: str = "tiny/policy"  # causal language model, a folder or a hub id
+    lora_rank: int = 0  # train a low-rank adapter of this rank (needs peft); 0: all weights
+    gradient_checkpointing: bool = False  # recompute layers in the backward pass: less memory, a third more time
     reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
     reward_fn: tuple[str, ...] = ()  # exact_match, math_answer, path/to/file.py:function; several are summed
     reward_weights: tuple[float, ...] = ()  # one per reward, the reward model first; 0: only watched
+    reward_timeout: float = 0.0  # seconds that a call of a reward function may take; 0: no limit
     normalize_rewards: bool = False  # standardize the rewards of a batch
-    dataset: str = "tiny/reviews.jsonl"  # JSONL file with a "prompt" column, or a hub dataset as id:split
+    dataset: str = "tiny/reviews.jsonl"  # JSONL, CSV or parquet file with a "prompt" column, or a hub dataset as id:split
     eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
+    system_prompt: str | None = None  # makes a chat of every prompt, with this system message ("": with none)
+    chat_template: str | None = None  # Jinja file in place of the tokenizer's own template
     # rollout
     num_steps: int = 100  # steps; each samples a batch once and learns from it
     num_prompts: int = 16  # prompts per step
@@ -118,12 +125,13 @@ def main(args: Args) -> None:
         raise InputError(f"--overlong-buffer {args.overlong_buffer} is longer than --max-new-tokens {args.max_new_tokens}")
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
-    tokenizer = load_tokenizer(args.model)
-    policy = load_policy(checkpoint or args.model, device, dtype)
-    reference = load_policy(args.model, device, dtype, trainable=False) if args.kl_coef else None
-    reward_fns = load_rewards(args.reward_model, args.reward_fn, args.reward_weights, device, dtype, args.microbatch_tokens)
-    prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens)
-    eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens)
+    tokenizer = load_tokenizer(args.model, args.chat_template)
+    policy = load_policy(args.model, device, dtype, checkpoint, args.lora_rank, args.gradient_checkpointing)
+    reference = load_reference(policy, args.model, device, dtype) if args.kl_coef else None
+    reward_args = args.reward_model, args.reward_fn, args.reward_weights, args.reward_timeout, args.system_prompt
+    reward_fns = load_rewards(*reward_args, device, dtype, args.microbatch_tokens)
+    prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
+    eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
@@ -132,10 +140,14 @@ def main(args: Args) -> None:
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    held_out = partial(evaluate, rollout, reward_fns, eval_prompts, args.seed, args.num_prompts * args.group_size)
+    held_out = partial(
+        evaluate, rollout, reward_fns, eval_prompts, args.seed, args.num_prompts * args.group_size, args.eval_samples, args.eval_temperature
+    )
     num_updates = updates_per_batch(args.num_prompts * args.group_size, args.num_epochs, args.minibatch_size)
     if state["step"] == 0:
-        logger.log(0, *held_out())
+        eval_metrics, eval_samples = held_out()
+        keep_best(logger.dir, policy, tokenizer, state, 0, eval_metrics)
+        logger.log(0, eval_metrics, eval_samples)
     for step in range(state["step"] + 1, args.num_steps + 1):
         timer, totals = Timer(device), {}
         lr = args.lr * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps)
@@ -205,6 +217,7 @@ def main(args: Args) -> None:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples
+            keep_best(logger.dir, policy, tokenizer, state, step, eval_metrics)
         logger.log(step, metrics, samples)
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
             state |= {"step": step, "optimizer": optimizer.state_dict()}

@@ -11,6 +11,7 @@ A batch is a dict. Its tensors have B rows; its lists have B entries:
 Scripts add their own: ref_logprobs, old_logprobs, advantages, weights, ...
 """
 
+import csv
 import hashlib
 import importlib
 import json
@@ -18,9 +19,11 @@ import math
 import re
 import runpy
 import shutil
+import signal
 import sys
 import time
-from contextlib import nullcontext
+import traceback
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -30,8 +33,10 @@ from typing import Callable, NamedTuple
 import torch
 import tyro
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
@@ -58,9 +63,10 @@ class Reward(NamedTuple):
 
 
 POSITIVE = """num_steps num_prompts group_size max_new_tokens max_prompt_tokens temperature num_epochs minibatch_size
-    microbatch_tokens max_grad_norm kl_target kl_horizon""".split()
+    microbatch_tokens max_grad_norm kl_target kl_horizon eval_samples""".split()
 NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every clip_low clip_high kl_coef vf_coef value_clip gamma gae_lambda
-    missing_eos_penalty dynamic_sampling overlong_buffer is_correction_cap""".split()
+    missing_eos_penalty dynamic_sampling overlong_buffer is_correction_cap
+    lora_rank reward_timeout eval_temperature""".split()
 
 
 def launch(main, Args, description: str) -> None:
@@ -93,6 +99,14 @@ def launch(main, Args, description: str) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def optional(package: str, needed_by: str):
+    """Import a package that is not in requirements.txt."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise InputError(f"{needed_by} needs a package that is not installed: pip install {package}") from None
 
 
 def generator(*key) -> torch.Generator:
@@ -154,26 +168,78 @@ def pretrained(kind, path: str, **kwargs):
         raise InputError(f"{path} could not be loaded: {' '.join(str(error).split())}") from None
 
 
-def load_tokenizer(path: str):
-    """The model's own tokenizer."""
+def load_tokenizer(path: str, chat_template: str | None = None):
+    """The model's own tokenizer, with the chat template of a Jinja file if one is given."""
     tokenizer = pretrained(AutoTokenizer, path)
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {path} has no eos_token, so no completion could ever end; set one in its tokenizer_config.json")
+    if chat_template:
+        if not Path(chat_template).is_file():
+            raise InputError(f"--chat-template {chat_template} is not a file; it should be a Jinja template")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
-def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool):
+def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, recomputes: bool = False):
     """Move to the device; float32 weights whatever the checkpoint's dtype; no dropout anywhere, so that the ratio of two passes is exact.
 
+    recomputes: gradient checkpointing (arXiv:1604.06174). NOTE: transformers' own switch only works in train mode, with dropout.
     NOTE: with bfloat16 weights a step of 1e-6 is rounded away; dtype is the autocast dtype of the forward passes alone.
     """
     model.compute_dtype = dtype
+    if recomputes:
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise InputError(f"--gradient-checkpointing: {type(model).__name__} has no layers that can be recomputed")
+        for layer in layers:
+            layer.forward = partial(recomputed, layer.forward)
     return model.to(device).eval().requires_grad_(trainable)
 
 
-def load_policy(path: str, device: torch.device, dtype: torch.dtype, trainable: bool = True):
-    """A causal language model, from a folder or a hub id."""
-    return prepare(pretrained(AutoModelForCausalLM, path), device, dtype, trainable)
+def recomputed(forward: Callable, *args, **kwargs):
+    """forward, whose inner results are computed again in the backward pass instead of being kept; sampling is not touched."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return recompute(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def load_policy(
+    path: str, device: torch.device, dtype: torch.dtype, checkpoint: str | None = None, lora_rank: int = 0, recomputes: bool = False
+):
+    """A causal language model to be trained, from a folder or a hub id or a checkpoint of it.
+
+    With lora_rank only a low-rank adapter on every linear layer is trained (LoRA, arXiv:2106.09685); the checkpoint is then the adapter's.
+    """
+    model = prepare(pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path), device, dtype, not lora_rank, recomputes)
+    if lora_rank:
+        peft = optional("peft", "--lora-rank")
+        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model.name_or_path = str(Path(locate(path)).resolve()) if Path(locate(path)).exists() else path  # final/ finds it from anywhere
+        torch.manual_seed(0)  # the adapter's random half
+        model = peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True) if checkpoint else peft.get_peft_model(model, config)
+        model.eval().compute_dtype = dtype
+    return model
+
+
+class AdapterOff:
+    """The policy without its adapter: the model it started from, with no second copy of the weights."""
+
+    def __init__(self, policy):
+        self.policy, self.compute_dtype = policy, policy.compute_dtype
+
+    def __call__(self, *args, **kwargs):
+        with self.policy.disable_adapter():
+            return self.policy(*args, **kwargs)
+
+    def parameters(self):
+        return (p for p in self.policy.parameters() if not p.requires_grad)
+
+
+def load_reference(policy, path: str, device: torch.device, dtype: torch.dtype):
+    """The frozen model that the policy started from."""
+    if hasattr(policy, "disable_adapter"):
+        return AdapterOff(policy)
+    return prepare(pretrained(AutoModelForCausalLM, path), device, dtype, trainable=False)
 
 
 def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
@@ -204,7 +270,7 @@ class ValueModel(torch.nn.Module):
 
 
 def load_value_model(
-    path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype
+    path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype, recomputes: bool = False
 ) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
@@ -213,8 +279,8 @@ def load_value_model(
     kinds = pretrained(AutoConfig, path).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
-    source = load_reward_model(path, device, dtype) if is_classifier else load_policy(path, device, dtype)
-    return prepare(ValueModel(source), device, dtype, trainable=True)
+    source = load_reward_model(path, device, dtype) if is_classifier else pretrained(AutoModelForCausalLM, path)
+    return prepare(ValueModel(source), device, dtype, trainable=True, recomputes=recomputes)
 
 
 class ValueHead(torch.nn.Module):
@@ -251,8 +317,10 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
     """Ids (B,) drawn from softmax(logits / temperature), and their log-probabilities (B,), by inverting the cumulative distribution.
 
     Nothing is cut (no top-k, no top-p): what is sampled is what is trained. uniform is float64 where the device has it:
-    a float32 sum over a large vocabulary is too coarse for its tail.
+    a float32 sum over a large vocabulary is too coarse for its tail. Temperature 0 (evaluation only) takes the likeliest token.
     """
+    if temperature == 0:
+        return (ids := logits.argmax(-1)), token_logprobs(logits, ids)
     cumulative = torch.softmax(logits.float() / temperature, -1).to(uniform.dtype).cumsum(-1)  # (B, V)
     threshold = uniform[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
@@ -557,6 +625,7 @@ def last_number(text: str) -> Fraction | None:
 
     Reads 1,234.50, 3/4 and \\frac{3}{4}; a currency or percent sign beside it is ignored.
     """
+    text = re.sub(r"\\?[$€£¥%]", "", text).replace("−", "-")
     text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     text = boxed[-1] if boxed else text.rsplit("####", 1)[-1]
@@ -568,9 +637,22 @@ def last_number(text: str) -> Fraction | None:
 
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
-    """1.0 where the completion's final number equals that of the row's "answer", as exact fractions."""
-    found = [(last_number(c), last_number(answer_of(row))) for c, row in zip(completions, rows)]
-    return [float(a is not None and a == b) for a, b in found]
+    """1.0 where the completion's final number equals that of the row's "answer", as exact fractions, or, if the package math-verify
+    is installed, where that finds the two answers equal (also formulas, sets, intervals)."""
+    return [float(same_number(c, answer_of(row)) or math_verified(c, answer_of(row))) for c, row in zip(completions, rows)]
+
+
+def same_number(text: str, answer: str) -> bool:
+    return (number := last_number(text)) is not None and number == last_number(answer)
+
+
+def math_verified(text: str, answer: str) -> bool:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        return False
+    gold, found = (parse(t, parsing_timeout=None) for t in (answer if "$" in answer else f"${answer}$", text))
+    return verify(gold, found, timeout_seconds=None)
 
 
 def load_reward_fn(spec: str) -> Callable:
@@ -586,7 +668,51 @@ def load_reward_fn(spec: str) -> Callable:
     return fn
 
 
-def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
+@contextmanager
+def time_limit(seconds: float):
+    """TimeoutError in what runs longer (0: no limit)."""
+
+    def ring(*_):
+        raise TimeoutError(f"took more than --reward-timeout {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring) if seconds else None
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again and again: the function may swallow the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if seconds:
+            signal.signal(signal.SIGALRM, before)
+
+
+def guarded(name: str, fn: Callable, timeout: float) -> Callable:
+    """fn, an exception or an overrun of which is one sentence that names the row; fn is called row by row to find it."""
+
+    def limited(*args):
+        with time_limit(timeout):
+            return fn(*args)
+
+    def call(prompts: list[str], completions: list[str], rows: list[dict]):
+        try:
+            return limited(prompts, completions, rows)
+        except InputError:
+            raise
+        except Exception as error:
+            fault, where = error, f"{len(prompts)} completions at once, though for none of them alone"
+        for prompt, completion, row in zip(prompts, completions, rows):
+            try:
+                limited([prompt], [completion], [row])
+            except Exception as error:
+                fault, where = error, f"prompt {prompt!r}, completion {completion!r}"
+                break
+        place = traceback.extract_tb(fault.__traceback__)[-1]
+        what = f"{type(fault).__name__}: {fault} ({Path(place.filename).name} line {place.lineno})"
+        raise InputError(f"reward {name} raised {what} for {where}") from fault
+
+    return call
+
+
+def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | None) -> Callable:
     """A reward function that reads prompt + completion as text, with the reward model's own tokenizer (and chat template)."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -594,13 +720,14 @@ def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
     tokenizer.padding_side = "right"
 
     def text_ids(prompt: str, completion: str, row: dict) -> list[int]:
-        if isinstance(row["prompt"], str):
+        messages = conversation(row["prompt"], system_prompt)
+        if isinstance(messages, str):
             return tokenizer(prompt + completion).input_ids
         if tokenizer.chat_template is None:
             raise InputError(
                 "prompts are messages, but the reward model's tokenizer has no chat template; give prompts as text or use --reward-fn"
             )
-        messages = row["prompt"] + [{"role": "assistant", "content": completion}]
+        messages = messages + [{"role": "assistant", "content": completion}]
         return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
 
     @torch.no_grad()
@@ -625,7 +752,10 @@ def reward_model_fn(model, tokenizer, batch_tokens: int) -> Callable:
     return fn
 
 
-def load_rewards(reward_model: str | None, reward_fn: tuple, reward_weights: tuple, device, dtype, batch_tokens: int) -> list[Reward]:
+def load_rewards(
+    reward_model: str | None, reward_fn: tuple, reward_weights: tuple, timeout: float, system_prompt: str | None,
+    device, dtype, batch_tokens: int,
+) -> list[Reward]:  # fmt: skip
     """The reward model first, then the functions, each with its weight (1 by default; 0: only watched)."""
     if not reward_model and not reward_fn:
         reward_model = "tiny/reward"
@@ -638,10 +768,11 @@ def load_rewards(reward_model: str | None, reward_fn: tuple, reward_weights: tup
     rewards = []
     if reward_model:
         model, tokenizer = load_reward_model(reward_model, device, dtype), pretrained(AutoTokenizer, reward_model)
-        rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens), model))
+        rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens, system_prompt), model))
     names = [spec.rpartition(":")[2] for spec in reward_fn]
     for spec, name, weight in zip(reward_fn, names, weights[len(rewards) :]):
-        rewards.append(Reward(spec if names.count(name) > 1 else name, weight, load_reward_fn(spec), None))
+        name = spec if names.count(name) > 1 else name
+        rewards.append(Reward(name, weight, guarded(name, load_reward_fn(spec), timeout), None))
     return rewards
 
 
@@ -691,17 +822,21 @@ def read_json(path: Path):
 
 
 def read_rows(dataset: str) -> list[tuple[str, dict]]:
-    """The rows of a JSONL file or of a hub dataset "id:split", each with where it stands."""
+    """The rows of a JSONL, CSV or parquet file or of a hub dataset "id:split", each with where it stands."""
     path = Path(locate(dataset))
     if not path.is_file():
         name, _, split = dataset.partition(":")
-        if dataset.endswith(".jsonl") or not split:
+        if path.suffix in (".jsonl", ".csv", ".parquet") or not split:
             raise InputError(f"dataset {dataset} is not a JSONL file that exists, nor a hub dataset as id:split")
-        try:
-            import datasets
-        except ImportError:
-            raise InputError(f"dataset {dataset} is not a file; to load it from the hub: pip install datasets") from None
-        return [(f"{dataset} row {i}", dict(row)) for i, row in enumerate(datasets.load_dataset(name, split=split))]
+        table = optional("datasets", f"dataset {dataset}, which is no file here,").load_dataset(name, split=split)
+        return [(f"{dataset} row {i}", row) for i, row in enumerate(table)]
+    if path.suffix == ".parquet":
+        table = optional("datasets", f"dataset {dataset}").load_dataset("parquet", data_files=str(path), split="train")
+        return [(f"{dataset} row {i}", row) for i, row in enumerate(table)]
+    if path.suffix == ".csv":
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            return [(f"{dataset} line {reader.line_num}", row) for row in reader]
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -716,7 +851,15 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
     return rows
 
 
-def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def conversation(prompt, system_prompt: str | None):
+    """A prompt as models see it: a text, or messages; a system prompt, even an empty one, makes messages of a text."""
+    if system_prompt is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
+
+
+def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt: str | None = None) -> list[Prompt]:
     """The prompts of a dataset; those over max_prompt_tokens are left out, and counted on the screen.
 
     A text prompt gets the tokenizer's own special tokens; messages get the chat template, which holds its own.
@@ -725,13 +868,19 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt
     ends_with_eos = tokenizer("a").input_ids[-1:] == [tokenizer.eos_token_id]  # some tokenizers end every text with it
     for where, row in read_rows(dataset):
         prompt = row.get("prompt") if isinstance(row, dict) else None
+        if isinstance(prompt, (str, list)):
+            prompt = conversation(prompt, system_prompt)
         if isinstance(prompt, str):
             text, ids = prompt, tokenizer(prompt).input_ids
             if ends_with_eos:
                 ids = ids[:-1]
         elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
             if tokenizer.chat_template is None:
-                raise InputError(f"{where} has chat messages, but the tokenizer has no chat template; give the prompt as one text")
+                raise InputError(
+                    f"{where} has chat messages, but the tokenizer has no chat template; give one with --chat-template, or a text as prompt"
+                )
+            if system_prompt and [m["role"] for m in prompt].count("system") > 1:
+                raise InputError(f"{where} has a system message of its own; leave out --system-prompt")
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, add_special_tokens=False).input_ids
         else:
@@ -748,11 +897,13 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt
     return prompts
 
 
-def load_eval_prompts(eval_dataset: str | None, dataset: str, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def load_eval_prompts(
+    eval_dataset: str | None, dataset: str, tokenizer, max_prompt_tokens: int, system_prompt: str | None = None
+) -> list[Prompt]:
     """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl, else none."""
     beside = dataset.removesuffix(".jsonl") + "-eval.jsonl"
     if eval_dataset or Path(locate(beside)).is_file():
-        return load_prompts(eval_dataset or beside, tokenizer, max_prompt_tokens)
+        return load_prompts(eval_dataset or beside, tokenizer, max_prompt_tokens, system_prompt)
     print("no --eval-dataset: nothing is evaluated on held-out prompts")
     return []
 
@@ -772,15 +923,31 @@ def take(prompts: list[Prompt], count: int, state: dict, seed: int) -> list[Prom
 # --- evaluation, checkpoints, logging ---
 
 
-def evaluate(rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int) -> tuple[dict, list[dict]]:
-    """One completion of each held-out prompt, with the same noise every time: mean scores by metric name, and a few samples."""
-    totals, samples = {}, []
-    for first in range(0, len(prompts), chunk):
-        batch = rollout(prompts[first : first + chunk], 1, key=(seed, "evaluate"), first_row=first)
+def evaluate(
+    rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int, num_samples: int, temperature: float
+) -> tuple[dict, list[dict]]:
+    """num_samples completions of each held-out prompt, chunk rows at once, with the same noise every time: mean scores by metric name,
+    and a few samples. eval_pass@k, k > 1, is the mean over prompts of the best of k rewards: pass@k where they are 0 or 1."""
+    totals, samples, n = {}, [], max(1, chunk // num_samples)
+    for first in range(0, len(prompts), n):
+        batch = rollout(
+            prompts[first : first + n], num_samples, temperature=temperature, key=(seed, "evaluate"), first_row=first * num_samples
+        )
         batch |= score(reward_fns, batch)
-        samples = samples or samples_of(batch, held_out=True)
-        accumulate(totals, **{k: v.sum().item() for k, v in batch.items() if k.startswith("reward")})
+        samples = samples or samples_of(select(batch, torch.arange(0, len(batch["mask"]), num_samples)), held_out=True)
+        means = {k: v.view(-1, num_samples).mean(1) for k, v in batch.items() if k.startswith("reward")}
+        if num_samples > 1:
+            means[f"pass@{num_samples}"] = batch["rewards"].view(-1, num_samples).amax(1)
+        accumulate(totals, **{k: v.sum().item() for k, v in means.items()})
     return {f"eval_{'reward' if k == 'rewards' else k}": total / len(prompts) for k, total in totals.items()}, samples
+
+
+def keep_best(folder: Path, policy, tokenizer, state: dict, step: int, eval_metrics: dict) -> None:
+    """Save the policy as best/ when its held-out reward is the best so far, the untrained policy's included."""
+    if eval_metrics and eval_metrics["eval_reward"] > state.get("best", -math.inf):
+        state["best"] = eval_metrics["eval_reward"]
+        if step > 0:
+            save_model(folder / "best", policy, tokenizer)
 
 
 def samples_of(batch: dict, **extra) -> list[dict]:
@@ -947,17 +1114,14 @@ def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable 
     """(metrics, step) -> None for --track; the package is imported only here."""
     if track == "none":
         return None
-    try:
-        if track == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+    tracker = optional(track, f"--track {track}")
+    if track == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(folder))
-            return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
-        tracker = importlib.import_module(track)  # wandb and trackio have the same calls
-        run = tracker.init(project="policy-gradients", name=folder.name, config=config)
-        return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
-    except ImportError:
-        raise InputError(f"--track {track} needs a package that is not installed: pip install {track}") from None
+        writer = SummaryWriter(str(folder))
+        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
+    run = tracker.init(project="policy-gradients", name=folder.name, config=config)  # wandb and trackio have the same calls
+    return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
 
 
 def describe(
@@ -973,13 +1137,13 @@ def describe(
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
-            frozen = "" if any(p.requires_grad for p in model.parameters()) else ", frozen"
-            print(f"{name.replace('_', ' ')}: {sum(p.numel() for p in model.parameters()) / 1e6:.3f}M parameters{frozen}")
+            total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
+            how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""
+            print(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
     print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
-    print(
-        f"a step: {num_prompts} prompts x {group_size} completions = {B} completions, then {updates} optimizer step(s) in {num_epochs} pass(es)"
-    )
+    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B} completions"
+    print(f"a step: {in_a_step}, then {updates} optimizer step(s) in {num_epochs} pass(es)")
     epochs = num_steps * num_prompts / len(prompts)
     print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
     print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")

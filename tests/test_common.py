@@ -270,7 +270,7 @@ def test_verifiers():
 def test_several_rewards_are_weighted_and_each_is_kept(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def length(prompts, completions, rows):\n    return [len(c) + row['bonus'] for c, row in zip(completions, rows)]\n")
-    rewards = common.load_rewards(None, ("exact_match", f"{file}:length"), (2.0, 0.5), CPU, torch.float32, 1000)
+    rewards = common.load_rewards(None, ("exact_match", f"{file}:length"), (2.0, 0.5), 0, None, CPU, torch.float32, 1000)
     scores = common.score(rewards, batch_of(["ab", "c"], [{"answer": "ab", "bonus": 4}, {"answer": "ab", "bonus": 0}]))
     assert scores["rewards"].tolist() == [2 * 1 + 0.5 * 6, 2 * 0 + 0.5 * 1]
     assert scores["reward/exact_match"].tolist() == [1, 0] and scores["reward/length"].tolist() == [6, 1]
@@ -291,7 +291,7 @@ def test_two_functions_of_one_name_are_kept_apart(tmp_path):
     for name, value in (("one", 1), ("ten", 10)):
         (tmp_path / f"{name}.py").write_text(f"def score(prompts, completions, rows):\n    return [{value}] * len(prompts)\n")
     specs = (f"{tmp_path}/one.py:score", f"{tmp_path}/ten.py:score")
-    scores = common.score(common.load_rewards(None, specs, (), CPU, torch.float32, 100), batch_of(["a"]))
+    scores = common.score(common.load_rewards(None, specs, (), 0, None, CPU, torch.float32, 100), batch_of(["a"]))
     assert scores["rewards"].tolist() == [11] and scores[f"reward/{specs[1]}"].tolist() == [10]
 
 
@@ -307,7 +307,7 @@ def test_a_row_without_an_answer_is_named():
 
 
 def test_messages_need_a_chat_template_of_the_reward_model():
-    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 100)
+    (reward,) = common.load_rewards("tiny/reward", (), (), 0, None, CPU, torch.float32, 100)
     with pytest.raises(InputError, match="the reward model's tokenizer has no chat template"):
         reward.fn(["a"], ["b"], [{"prompt": [{"role": "user", "content": "a"}]}])
 
@@ -324,7 +324,7 @@ def test_a_reward_function_that_is_not_there_is_named(spec):
 
 
 def test_the_reward_model_scores_text_alike_alone_and_in_a_batch():
-    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 30)
+    (reward,) = common.load_rewards("tiny/reward", (), (), 0, None, CPU, torch.float32, 30)
     texts = [" Dull.", " A great and moving film with a superb cast.", " Good.", " It was long, flat and strange. I loved the cast."]
     rows = [{"prompt": "Review of the comedy Lost River:"}] * 4
     args = ([r["prompt"] for r in rows], texts, rows)
@@ -335,7 +335,7 @@ def test_the_reward_model_scores_text_alike_alone_and_in_a_batch():
 
 def test_a_causal_model_is_refused_as_a_reward_model():
     with pytest.raises(InputError, match="--reward-model tiny/policy has no trained head"):
-        common.load_rewards("tiny/policy", (), (), CPU, torch.float32, 100)
+        common.load_rewards("tiny/policy", (), (), 0, None, CPU, torch.float32, 100)
 
 
 def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
@@ -345,7 +345,7 @@ def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
     bare = common.load_tokenizer("tiny/policy")
     bare.pad_token = None
     bare.save_pretrained(tmp_path / "reward")
-    (reward,) = common.load_rewards(str(tmp_path / "reward"), (), (), CPU, torch.float32, 100)
+    (reward,) = common.load_rewards(str(tmp_path / "reward"), (), (), 0, None, CPU, torch.float32, 100)
     rows = [{"prompt": "a"}] * 3
     together = reward.fn(["a"] * 3, ["b", "bcd", "bcdefg"], rows)
     assert together == pytest.approx([reward.fn(["a"], [c], rows[:1])[0] for c in ("b", "bcd", "bcdefg")], abs=1e-5)
@@ -357,7 +357,7 @@ def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
 def test_a_bfloat16_checkpoint_trains_in_float32_and_the_reference_shares_no_storage(tmp_path):
     AutoModelForCausalLM.from_pretrained(ROOT / "tiny/policy", dtype=torch.bfloat16).save_pretrained(tmp_path)
     policy = common.load_policy(str(tmp_path), CPU, torch.float32)
-    reference = common.load_policy(str(tmp_path), CPU, torch.float32, trainable=False)
+    reference = common.load_reference(policy, str(tmp_path), CPU, torch.float32)
     assert {p.dtype for p in policy.parameters()} == {torch.float32} and not policy.training
     assert not {p.data_ptr() for p in policy.parameters()} & {p.data_ptr() for p in reference.parameters()}
     assert all(p.requires_grad for p in policy.parameters()) and not any(p.requires_grad for p in reference.parameters())
@@ -371,7 +371,7 @@ def test_a_model_that_is_not_there_is_named_at_once(path):
 
 def test_value_model_reads_the_position_before_each_token(tokenizer):
     """The trunk's hidden state at the last prompt token predicts the value of the first completion token."""
-    (reward,) = common.load_rewards("tiny/reward", (), (), CPU, torch.float32, 100)
+    (reward,) = common.load_rewards("tiny/reward", (), (), 0, None, CPU, torch.float32, 100)
     values = common.load_value_model(None, "tiny/policy", [reward], tokenizer, CPU, torch.float32)
     batch = {"input_ids": torch.tensor([[0, 7, 8, 9, 1], [0, 5, 6, 1, 0]]), "prompt_length": torch.tensor([3, 2]), "mask": torch.ones(2, 2)}
     with torch.no_grad():

@@ -86,16 +86,15 @@ def test_the_microbatch_budget(name, first_step):
 @EVERY
 def test_the_reference_and_the_old_policy_are_different_things(name, first_step, monkeypatch):
     """With a reference that is another model only the KL moves; the ratio still starts at 1 and nothing is clipped."""
-    load = common.load_policy
 
-    def other_reference(*args, trainable=True):
-        model = load(*args, trainable=trainable)
-        for p in () if trainable else model.parameters():
+    def other_reference(*args):
+        model = common.load_reference(*args)
+        for p in model.parameters():
             p.data *= 1.2
         return model
 
     (gradient, metrics), options = first_step(name), {"num_epochs": 2 if hasattr(SCRIPTS[name].Args, "clip_low") else 1}
-    monkeypatch.setattr(SCRIPTS[name], "load_policy", other_reference)
+    monkeypatch.setattr(SCRIPTS[name], "load_reference", other_reference)
     moved_gradient, moved = first_step(name, **options)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and moved["kl"] > 0.01
     assert not torch.allclose(gradient, moved_gradient)

@@ -100,16 +100,16 @@ def test_a_family_goes_through_all_stages_and_comes_back_from_its_folder(tokeniz
 
 def test_pairs_of_tokens_are_drawn_from_softmax_of_the_logits_over_temperature(tokenizer):
     """Chi-square over the first two tokens at once, with a hostile generation config that the sampler must not read."""
-    model = random_model(vocab_size=14)
+    model = random_model(vocab_size=60)
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.5, repetition_penalty=1.3, eos_token_id=1)
     for temperature in (0.5, 1.0, 1.5):
         n, prompt = 20_000, [0, 7, 8]
         batch = common.generate(model, tokenizer, prompts_of(prompt), n, 2, temperature, key=(0, 1))
-        counts = torch.zeros(14, 14, dtype=torch.float64)  # a completion that has ended is counted at second token 0
+        counts = torch.zeros(60, 60, dtype=torch.float64)  # over 50 tokens, a top-k that is often on by default; a completion that has ended is counted at second token 0
         second = batch["input_ids"][:, 4] * batch["mask"][:, 1].long()
         counts.index_put_((batch["input_ids"][:, 3], second), torch.ones(n, dtype=torch.float64), accumulate=True)
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, first] for first in range(14)])).logits.double()
+            logits = model(torch.tensor([[*prompt, first] for first in range(60)])).logits.double()
         first, then = (torch.softmax(logits[:, position] / temperature, -1) for position in (2, 3))
         expected = n * first[0][:, None] * then
         expected[1] = 0.0
