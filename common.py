@@ -15,6 +15,7 @@ import csv
 import hashlib
 import importlib
 import json
+import logging
 import math
 import re
 import runpy
@@ -106,7 +107,8 @@ def optional(package: str, needed_by: str):
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise InputError(f"{needed_by} needs a package that is not installed: pip install {package}") from None
+        name = package.replace("_", "-")
+        raise InputError(f"{needed_by} needs a package that is not installed: pip install {name}") from None
 
 
 def generator(*key) -> torch.Generator:
@@ -637,22 +639,27 @@ def last_number(text: str) -> Fraction | None:
 
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
-    """1.0 where the completion's final number equals that of the row's "answer", as exact fractions, or, if the package math-verify
-    is installed, where that finds the two answers equal (also formulas, sets, intervals)."""
-    return [float(same_number(c, answer_of(row)) or math_verified(c, answer_of(row))) for c, row in zip(completions, rows)]
+    """1.0 where the completion's final number equals that of the row's "answer", as exact fractions.
+
+    An answer that is a formula is for the package math-verify; without it such a row is refused.
+    """
+    answers = [answer_of(row) for row in rows]
+    return [float(math_verified(c, a) if is_formula(a) else last_number(c) == last_number(a)) for c, a in zip(completions, answers)]
 
 
-def same_number(text: str, answer: str) -> bool:
-    return (number := last_number(text)) is not None and number == last_number(answer)
+def is_formula(answer: str) -> bool:
+    """Not one number, with or without a unit, so that its last number says little."""
+    if last_number(answer) is None:
+        return True
+    answer = re.sub(r"\\boxed|\\d?frac\{\d+\}\{\d+\}|[{}\s$]", "", answer.rsplit("####", 1)[-1])
+    return bool(re.search(r"[\\^*=+()\[\]<>]|[A-Za-z]-?\d", answer))
 
 
 def math_verified(text: str, answer: str) -> bool:
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        return False
-    gold, found = (parse(t, parsing_timeout=None) for t in (answer if "$" in answer else f"${answer}$", text))
-    return verify(gold, found, timeout_seconds=None)
+    math_verify = optional("math_verify", f"math_answer with the answer {answer!r}, which is a formula,")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is --reward-timeout
+    gold, found = (math_verify.parse(t, parsing_timeout=None) for t in (answer if "$" in answer else f"${answer}$", text))
+    return math_verify.verify(gold, found, timeout_seconds=None)
 
 
 def load_reward_fn(spec: str) -> Callable:

@@ -375,11 +375,11 @@ def test_an_exception_in_a_reward_is_no_score(tmp_path):
     (3, 8, "in all: 3 steps = 48 completions, 18 optimizer steps, 8.0 epochs"),
 ])  # fmt: skip
 def test_prompts_that_do_not_divide_into_steps(rows, per_step, announced, tmp_path, capsys, monkeypatch):
-    """An epoch goes on in the next step and none of its prompts is lost; the last minibatch of 2, of 8 or 16 rows, 3 each, is a step too."""
+    """An epoch goes on in the next step and none of its prompts is lost; 8 or 16 rows cut into threes leave 2 or 1 for a last step."""
     taken, sizes, script = [], [], SCRIPTS["rloo"]
-    take, weigh = common.take, common.loss_weights
+    take, cut = common.take, common.microbatches
     monkeypatch.setattr(script, "take", lambda *args: taken.extend(batch := take(*args)) or batch)
-    monkeypatch.setattr(script, "loss_weights", lambda mask, how: sizes.append((len(mask), weigh(mask, how)[:, 0].sum())) or weigh(mask, how))
+    monkeypatch.setattr(script, "microbatches", lambda batch, budget: sizes.append(batch["weights"][:, 0]) or cut(batch, budget))
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(rows)))
     options = {"dataset": str(tmp_path / "few.jsonl"), "num_prompts": per_step, "group_size": 2, "minibatch_size": 3, "microbatch_tokens": 16}
     found = train("rloo", tmp_path / "run", **SMALL | ADDITION | options)
@@ -388,5 +388,5 @@ def test_prompts_that_do_not_divide_into_steps(rows, per_step, announced, tmp_pa
     for epoch in range(3 * per_step // rows):
         assert len(set(texts[epoch * rows : (epoch + 1) * rows])) == rows
     per_batch = [3, 3, 2] if per_step == 4 else [3, 3, 3, 3, 3, 1]
-    assert [n for n, _ in sizes] == per_batch * 3
-    close([share.item() for _, share in sizes], [1.0] * len(sizes))  # a mean over its own rows, the short one's too
+    assert [len(shares) for shares in sizes] == per_batch * 3
+    close([shares.sum().item() for shares in sizes], [1.0] * len(sizes))  # a mean over its own rows, the short one's too

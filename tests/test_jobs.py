@@ -1,0 +1,250 @@
+"""A user's own job: their model, tokenizer, prompts, reward function and evaluation."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, pipeline
+
+import common
+from common import InputError
+from test_invariances import first_step, same  # noqa: F401
+from test_models import CPU, random_model
+from test_scripts import ADDITION, SCRIPTS, SMALL, metrics_of, run_command, train, weights_of, without_times
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return common.load_tokenizer("tiny/policy")
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+# --- models ---
+
+
+def test_final_is_an_ordinary_model_folder(tmp_path):
+    train("grpo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 1})
+    write_text = pipeline("text-generation", model=str(tmp_path / "run" / "final"))
+    assert write_text("21+34=", max_new_tokens=8, do_sample=False)[0]["generated_text"].startswith("21+34=55")
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_no_pad_token_and_several_stop_tokens(tokenizer, tmp_path):
+    """Ids that the tokenizer can't decode are trained as sampled, ids of both configs end a completion, and nothing needs a pad token."""
+    model = random_model("Qwen2", vocab_size=700, pad_token_id=None)
+    model.generation_config.update(eos_token_id=[1, 600, 601, 602], do_sample=True, temperature=0.1, top_k=1)
+    model.save_pretrained(tmp_path / "model")
+    bare = common.load_tokenizer("tiny/policy")
+    bare.pad_token = None
+    bare.save_pretrained(tmp_path / "model")
+    (tmp_path / "reward.py").write_text("def score(prompts, completions, rows):\n    return [float(len(c)) for c in completions]\n")
+    options = SMALL | ADDITION | {"model": str(tmp_path / "model"), "reward_fn": (f"{tmp_path}/reward.py:score",), "num_steps": 2}
+    rows = train("grpo", tmp_path / "run", **options)
+    assert rows[1]["sampler_gap"] < 1e-4 and rows[2]["truncated_fraction"] < 1
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").generation_config
+    assert kept.eos_token_id == [1, 600, 601, 602] and kept.top_k == 1 and kept.temperature == 0.1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_recomputed_layers_change_memory_and_nothing_else(name, first_step):  # noqa: F811
+    same(first_step(name), first_step(name, gradient_checkpointing=True))
+
+
+def test_recomputed_layers_keep_less_and_leave_sampling_alone(tokenizer):
+    """Every dropout of GPT-2 is 0.1, and still two passes agree: unlike transformers' own switch, this one needs no train mode."""
+    batch = {"input_ids": torch.arange(3, 99).view(2, 48), "prompt_length": torch.tensor([8, 8]), "mask": torch.ones(2, 40)}
+    kept, results = [], []
+    for recomputes in (False, True):
+        model = random_model("GPT2", num_hidden_layers=6)
+        model = common.prepare(model, CPU, torch.float32, True, recomputes)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            logprobs = common.logprobs_of(model, 1.0, batch)
+        logprobs.sum().backward()
+        kept.append(sum(sizes))
+        results.append(torch.cat([logprobs.flatten(), *(p.grad.flatten() for p in model.parameters())]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+    assert kept[1] < 0.5 * kept[0], kept
+    calls, forward = [], model.transformer.h[0].attn.forward
+    model.transformer.h[0].attn.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    with torch.no_grad():
+        common.logprobs_of(model, 1.0, batch)
+    assert len(calls) == 1
+
+
+def test_a_model_without_layers_to_recompute_is_named(tokenizer):
+    with pytest.raises(InputError, match="--gradient-checkpointing: Linear has no layers"):
+        common.prepare(torch.nn.Linear(1, 1), CPU, torch.float32, True, recomputes=True)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_adapter_trains_beside_frozen_weights_and_resumes(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    options = SMALL | ADDITION | {"lora_rank": 4, "lr": 1e-2, "kl_coef": 0.1, "warmup_steps": 0, "minibatch_size": None}
+    whole = train(name, tmp_path / "whole", **options | {"num_steps": 3})
+    assert whole[1]["kl"] == pytest.approx(0, abs=1e-6) and whole[3]["kl"] > 1e-4  # the reference is the model with its adapter off
+    train(name, tmp_path / "parts", **options | {"num_steps": 2})
+    run_command([f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "3"])
+    assert without_times(metrics_of(tmp_path / "parts"))[3] == without_times(whole)[3]
+    assert not (tmp_path / "whole" / "final" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained("tiny/policy", dtype=torch.float32)
+    start = {k: v.clone() for k, v in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, str(tmp_path / "whole" / "final")).merge_and_unload().state_dict()
+    changed = [k for k in start if not torch.equal(start[k], merged[k])]
+    assert len(changed) > 10 and not [k for k in changed if "proj" not in k]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final")  # transformers finds the base model by itself
+
+
+def test_what_an_option_needs_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match="--lora-rank needs a package that is not installed: pip install peft"):
+        common.load_policy("tiny/policy", CPU, torch.float32, lora_rank=4)
+
+
+# --- prompts ---
+
+
+def test_a_system_prompt_makes_a_chat_of_every_prompt(tokenizer, tmp_path):
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    chat = common.load_tokenizer("tiny/policy", str(tmp_path / "chat.jinja"))
+    user = {"role": "user", "content": "b"}
+    data = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": [user]})
+    texts = lambda system: [p.text for p in common.load_prompts(data, chat, 64, system)]  # noqa: E731
+    assert texts(None) == ["a", "<user>b<assistant>"]
+    assert texts("") == ["<user>a<assistant>", "<user>b<assistant>"]
+    assert texts("s") == ["<system>s<user>a<assistant>", "<system>s<user>b<assistant>"]
+    assert common.load_prompts(data, chat, 64, "s")[0].row == {"prompt": "a"}  # rewards see the row as it was
+    with pytest.raises(InputError, match="a.jsonl line 1 has chat messages, but .* give one with --chat-template"):
+        common.load_prompts(data, tokenizer, 64, "s")
+    data = write(tmp_path / "own.jsonl", {"prompt": [{"role": "system", "content": "x"}, user]})
+    with pytest.raises(InputError, match="own.jsonl line 1 has a system message of its own"):
+        common.load_prompts(data, chat, 64, "s")
+    with pytest.raises(InputError, match="--chat-template nothere is not a file"):
+        common.load_tokenizer("tiny/policy", "nothere")
+
+
+def test_the_reward_model_reads_the_conversation_that_the_policy_had(tmp_path):
+    """With a template of its own, also where the system prompt made the conversation."""
+    model, tokenizer = common.load_reward_model("tiny/reward", CPU, torch.float32), AutoTokenizer.from_pretrained("tiny/reward")
+    tokenizer.chat_template = CHAT.replace("<", "[").replace(">", "]")
+    fn = common.reward_model_fn(model, tokenizer, 100, "Be kind.")
+    score = fn(["whatever the policy's template made"], [" Good."], [{"prompt": "Film?"}])
+    ids = tokenizer("[system]Be kind.[user]Film?[assistant] Good.", add_special_tokens=False, return_tensors="pt")
+    assert score == pytest.approx([model(**ids).logits.item()], abs=1e-5)
+
+
+def test_prompts_come_from_csv_and_parquet_too(tokenizer, tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,answer\n"1+1=",2\n"2,5 and\n3=",x\n')
+    prompts = common.load_prompts(str(tmp_path / "a.csv"), tokenizer, 64)
+    assert [p.row for p in prompts] == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2,5 and\n3=", "answer": "x"}]
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "1+1=", "answer": 2}]).to_parquet(tmp_path / "a.parquet")
+    assert common.load_prompts(str(tmp_path / "a.parquet"), tokenizer, 64)[0].row == {"prompt": "1+1=", "answer": 2}
+
+
+# --- rewards ---
+
+
+def reward_of(tmp_path, body, timeout=0.0):
+    (tmp_path / "mine.py").write_text(f"import time\n\ndef score(prompts, completions, rows):\n    {body}\n")
+    (reward,) = common.load_rewards(None, (f"{tmp_path}/mine.py:score",), (), timeout, None, CPU, torch.float32, 100)
+    return lambda *completions: reward.fn(["p"] * len(completions), list(completions), [{"prompt": "p"}] * len(completions))
+
+
+def test_an_exception_in_a_reward_function_names_its_row(tmp_path):
+    fn = reward_of(tmp_path, "return [1 / len(c) for c in completions]")
+    assert fn("ab", "a") == [0.5, 1.0]
+    with pytest.raises(InputError, match=r"reward score raised ZeroDivisionError: .* \(mine.py line 4\) for prompt 'p', completion ''"):
+        fn("ab", "", "a")
+    fn = reward_of(tmp_path, "return [1.0] if len(completions) == 1 else 1 / 0")
+    with pytest.raises(InputError, match="for 2 completions at once, though for none of them alone"):
+        fn("a", "b")
+
+
+def test_a_reward_function_that_does_not_end_is_stopped_and_its_row_named(tmp_path):
+    fn = reward_of(tmp_path, "return [time.sleep(60 if c == 'slow' else 0) or 1.0 for c in completions]", timeout=0.2)
+    start = time.perf_counter()
+    with pytest.raises(InputError, match="took more than --reward-timeout 0.2 s .* completion 'slow'"):
+        fn("a", "slow", "b")
+    assert time.perf_counter() - start < 10 and fn("a", "b") == [1.0, 1.0]
+    time.sleep(0.3)  # no alarm is left behind
+
+
+@pytest.mark.parametrize("num_labels", [2, 5])
+def test_a_reward_model_with_several_labels_is_refused(tokenizer, num_labels, tmp_path):
+    shape = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForSequenceClassification(LlamaConfig(**shape, num_labels=num_labels)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"--reward-model {tmp_path} has no trained head with one label"):
+        common.load_reward_model(str(tmp_path), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("so it costs $1,234.50", "1234.5"), ("-7 degrees", "-7"), ("it lost -$5", "-5"), ("about 12%", "12"), ("−3", "-3"), ("+8", "8"),
+    ("0.50", "1/2"), ("so 3/4", r"\frac{3}{4}"), ("18", "18 apples"), ("so 5", "$5"), (r"the answer is \boxed{\$18}", "18"), ("3 + 4 = 7\n#### 7", "#### 7"), ("1e3", "3"),
+])  # fmt: skip
+def test_math_answers_that_are_right(text, answer):
+    assert common.math_answer([""], [text], [{"answer": answer}]) == [1.0]
+
+
+@pytest.mark.parametrize("text, answer", [("70", "7"), ("7.5", "75"), ("5", "-5"), ("seven", "7"), ("", "0"), ("12 or 13", "12")])
+def test_math_answers_that_are_wrong(text, answer):
+    assert common.math_answer([""], [text], [{"answer": answer}]) == [0.0]
+
+
+@pytest.mark.parametrize("answer", ["x^2 + 1", r"\frac{\sqrt{2}}{2}", "x=3", "(1, 2)", "none"])
+def test_an_answer_that_is_no_number_is_not_judged_by_its_last_number(answer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(InputError, match="which is a formula, needs a package that is not installed: pip install math-verify"):
+        common.math_answer([""], ["1"], [{"answer": answer}])
+
+
+def test_math_verify_is_asked_where_numbers_do_not_tell():
+    pytest.importorskip("math_verify")
+    answers = [{"answer": r"\frac{\sqrt{2}}{2}"}, {"answer": "x^2 + 1"}, {"answer": "x^2 + 1"}]
+    assert common.math_answer([""] * 3, [r"$\frac{1}{\sqrt{2}}$", "$1 + x^2$", "$x^2 - 1$"], answers) == [1.0, 1.0, 0.0]
+
+
+# --- evaluation ---
+
+
+def test_evaluation_has_its_own_temperature_and_number_of_samples(tmp_path):
+    """8 held-out sums; k samples are the first k rows of each prompt whatever the batch holds; the likeliest token needs one."""
+    options = SMALL | ADDITION | {"num_steps": 1}
+    greedy, again = (train("grpo", tmp_path / f"greedy{t}", **options | {"eval_temperature": 0.0, "temperature": t}) for t in (1.0, 0.5))
+    assert greedy[0] == again[0] and greedy[0]["eval_reward"] >= 0.9
+    four, wide = (train("grpo", tmp_path / str(n), **options | {"eval_samples": 4, "num_prompts": n})[0] for n in (2, 9))
+    assert four == wide and four["eval_reward"] < four["eval_pass@4"] <= 1
+    samples = [json.loads(line) for line in (tmp_path / "2" / "samples.jsonl").read_text().splitlines()]
+    prompts = [s["prompt"] for s in samples if s.get("held_out") and s["step"] == 0]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_pass_at_k_is_the_best_of_k(tokenizer):
+    """Rewards 0, .5, 1, .2 and 0, 0, 0, .1: mean .225, best of four (1 + .1) / 2."""
+    rewards = iter([[0, 0.5, 1, 0.2, 0, 0, 0, 0.1]])
+    reward = common.Reward("mine", 1.0, lambda p, c, r: next(rewards), None)
+    prompts = [common.Prompt([0, n], str(n), {}) for n in (5, 6)]
+    rollout = lambda *args, **kwargs: common.generate(random_model(), tokenizer, *args, max_new_tokens=4, **kwargs)  # noqa: E731
+    metrics, samples = common.evaluate(rollout, [reward], prompts, 0, 100, 4, 1.0)
+    assert metrics == pytest.approx({"eval_reward": 0.225, "eval_pass@4": 0.55}) and [s["reward"] for s in samples] == [0, 0]
+
+
+SAMPLE = {"prompt": "p", "completion": "c", "reward": 0.0, "held_out": True}
+
+
+def test_the_best_policy_is_kept(tmp_path, monkeypatch):
+    """Held-out rewards .5 (untrained), .6, .9, .7: best/ is step 2; when the untrained policy stays the best there is no best/."""
+    for name, rewards in (("rises", [0.5, 0.6, 0.9, 0.7]), ("falls", [0.5, 0.4, 0.3, 0.2])):
+        left = iter(rewards)
+        monkeypatch.setattr(SCRIPTS["grpo"], "evaluate", lambda *_: ({"eval_reward": next(left)}, [SAMPLE]))  # noqa: B023
+        train("grpo", tmp_path / name, **SMALL | ADDITION | {"eval_every": 1, "save_every": 1, "lr": 1e-3})
+    best, second = weights_of(tmp_path / "rises" / "best"), weights_of(tmp_path / "rises" / "checkpoint-2")
+    assert all(torch.equal(best[k], second[k]) for k in best) and not (tmp_path / "falls" / "best").exists()
