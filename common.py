@@ -276,7 +276,7 @@ def load_value_model(
 ) -> ValueModel:
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
-    starts = [start for start in starts if load_tokenizer(start).get_vocab() == tokenizer.get_vocab()]
+    starts = [start for start in starts if pretrained(AutoTokenizer, start).get_vocab() == tokenizer.get_vocab()]
     path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
@@ -900,7 +900,9 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
             prompts.append(Prompt(ids, text, row))
     if not prompts:
         raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
-    print(f"{dataset}: {len(prompts)} prompts" + (f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""))
+    left_out = f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""
+    how = " and ".join(sorted({"texts, continued as they are" if p.text == p.row["prompt"] else "chats, in the template" for p in prompts}))
+    print(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
     return prompts
 
 

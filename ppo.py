@@ -120,6 +120,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torc
     """(B, T): x over its standard deviation (sample variance, over the mask alone), around 0 or, without shift_mean, its own mean."""
     x = x.masked_fill(mask == 0, 0.0)
     mean = masked_mean(x, mask)
+    mean = mean + masked_mean(x - mean, mask)  # what rounding left, so that equal values become exactly 0
     count = (mask != 0).sum()
     variance = masked_mean((x - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
     whitened = (x - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)
@@ -171,9 +172,7 @@ def main(args: Args) -> None:
     if args.shared_backbone:
         value_model = ValueHead(policy)
     else:
-        value_model = load_value_model(
-            args.value_model, args.model, reward_fns, tokenizer, device, dtype, args.gradient_checkpointing
-        )
+        value_model = load_value_model(args.value_model, args.model, reward_fns, tokenizer, device, dtype, args.gradient_checkpointing)
     params = [{"params": policy.parameters()}, {"params": value_model.parameters()}]
     optimizer = torch.optim.AdamW(params, lr=args.lr, weight_decay=0.0, fused=True)
     kl_coef = state["kl_coef"] if checkpoint and args.kl_target else args.kl_coef

@@ -99,7 +99,8 @@ def leave_one_out_baseline(returns: torch.Tensor) -> torch.Tensor:
     """(B,): the mean return of the other rows. It does not depend on the row itself, so it keeps the gradient unbiased."""
     if len(returns) < 2:
         raise ValueError("the baseline is the mean of the other rows, so a batch needs 2 or more")
-    return (returns.sum() - returns) / (len(returns) - 1)
+    apart = returns - returns[0]  # so that equal returns leave no rounding behind
+    return returns[0] + (apart.sum() - apart) / (len(returns) - 1)
 
 
 def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FAST_FIRST = "functions oracles enumeration ladder common loops invariances models scripts".split()
+FAST_FIRST = "functions oracles enumeration ladder common loops traps invariances jobs models scripts".split()
 GROUPED = ("grpo.py", "gspo.py", "cispo.py")
 
 MUTANTS = [  # (files, which get the same edit, one mutant each; what stands there; what is put in its place)
@@ -76,8 +76,8 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "return scatter_tokens(self.head(hidden[keep].float())[:, 0]", "return scatter_tokens(self.head(hidden[keep.roll(1, 1)].float())[:, 0]"),
     # reinforce
     ("reinforce.py", "running = rewards[:, t] + gamma * running", "running = rewards[:, t] + running"),
-    ("reinforce.py", "(returns.sum() - returns) / (len(returns) - 1)", "returns.mean()"),
-    ("reinforce.py", "(returns.sum() - returns) / (len(returns) - 1)", "(returns.sum() - returns) / len(returns)"),
+    ("reinforce.py", "returns[0] + (apart.sum() - apart) / (len(returns) - 1)", "returns.mean()"),
+    ("reinforce.py", "(apart.sum() - apart) / (len(returns) - 1)", "(apart.sum() - apart) / len(returns)"),
     ("reinforce.py", "token_rewards = token_rewards - args.kl_coef * kl", "token_rewards = token_rewards + args.kl_coef * kl"),
     ("reinforce.py", 'total if args.weighting == "total" else returns', "returns"),
     ("reinforce.py", "returns - leave_one_out_baseline(total)[:, None]", "returns - leave_one_out_baseline(rewards)[:, None]"),

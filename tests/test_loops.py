@@ -161,14 +161,17 @@ CASES = [
     ("rloo", {"kl_estimator": "k2", "normalize_rewards": True, "entropy_coef": 0.3, "temperature": 1.5, "is_correction_cap": 1.02}),
     ("ppo", {}),
     ("ppo", {"reward_model": "tiny/reward", "gamma": 0.9, "gae_lambda": 0.6, "kl_estimator": "k3", "value_clip": 0.05, "num_epochs": 2}),
-    ("ppo", {"shared_backbone": True, "missing_eos_penalty": 0.5, "normalize_rewards": True, "aggregation": "sequence", "entropy_coef": 0.3}),
+    ("ppo", {"shared_backbone": True, "missing_eos_penalty": 0.5, "normalize_rewards": True, "aggregation": "sequence",
+             "entropy_coef": 0.3, "max_new_tokens": 3}),
     ("ppo", {"minibatch_size": None, "temperature": 0.7, "kl_target": 0.1, "kl_horizon": 50, "is_correction_cap": 1.02, "clip_high": 0.3}),
     ("grpo", {}),
     ("grpo", {"scale_rewards": "none", "aggregation": "constant", "kl_estimator": "k1", "num_epochs": 2, "clip_high": 0.3}),
-    ("grpo", {"scale_rewards": "batch", "aggregation": "token", "kl_coef": 0.0, "overlong_buffer": 3, "mask_truncated": True, "entropy_coef": 0.3}),
+    ("grpo", {"scale_rewards": "batch", "aggregation": "token", "kl_coef": 0.0, "overlong_buffer": 2, "mask_truncated": True,
+              "entropy_coef": 0.3, "max_new_tokens": 3}),
     ("grpo", {"minibatch_size": None, "temperature": 0.7, "normalize_rewards": True, "kl_estimator": "k2", "is_correction_cap": 1.02}),
     ("gspo", {"clip_low": 0.02, "clip_high": 0.03}),
-    ("gspo", {"kl_coef": 0.3, "aggregation": "token", "temperature": 1.5, "mask_truncated": True, "clip_low": 0.02, "clip_high": 0.03}),
+    ("gspo", {"kl_coef": 0.3, "aggregation": "token", "temperature": 1.5, "mask_truncated": True, "clip_low": 0.02, "clip_high": 0.03,
+              "max_new_tokens": 3}),
     ("cispo", {"clip_high": 0.1}),
     ("cispo", {"kl_coef": 0.3, "clip_low": 0.1, "clip_high": 0.1, "aggregation": "sequence", "temperature": 0.7, "is_correction_cap": 1.02}),
 ]  # fmt: skip
@@ -227,7 +230,7 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
     score = {}
     exec(REWARD, score)
     gradients, minibatch_rows, lrs = (iter(recorded[key]) for key in ("gradients", "rows", "lrs"))
-    clipped = 0.0
+    clipped = truncated = 0.0
     for sampled, found, share in zip(recorded["batches"], metrics, (0.5, 1.0), strict=True):
         lengths = [int(n) for n in sampled["mask"].sum(1)]
         starts, ids = sampled["prompt_length"].tolist(), sampled["input_ids"].tolist()
@@ -289,6 +292,7 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
         for key, value in expected.items():
             assert found[key] == pytest.approx(value, rel=2e-3, abs=2e-5), key
         assert ("kl" in found) == bool(args.kl_coef)
-        clipped += found.get("clip_fraction", 0.0)
+        clipped, truncated = clipped + found.get("clip_fraction", 0.0), truncated + found["truncated_fraction"]
     assert not any(list(x) for x in (gradients, minibatch_rows))  # the script took no further step
     assert clipped > 0 or name in ("reinforce", "rloo") or updates == 1  # the test reaches the clip
+    assert 0 < truncated < 2 or args.max_new_tokens > 3

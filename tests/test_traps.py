@@ -160,18 +160,19 @@ def test_shorter_is_better_teaches_to_stop_with_a_pad_that_is_the_eos(name, toke
     tokenizer.pad_token, model = tokenizer.eos_token, common.load_policy("tiny/policy", CPU, torch.float32)
     model.config.pad_token_id = model.generation_config.pad_token_id = EOS
     common.save_model(tmp_path / "model", model, tokenizer)
-    options = SMALL | ADDITION | {"model": str(tmp_path / "model"), "num_steps": 25, "eval_every": 0, "lr": 1e-3, "temperature": 1.5, "kl_coef": 0.0}
-    train(name, tmp_path / "run", **options | reward_file(tmp_path, "-len(c)"))
+    options = {"model": str(tmp_path / "model"), "num_steps": 20, "eval_every": 0, "lr": 1e-3, "temperature": 1.5, "kl_coef": 0.0}
+    train(name, tmp_path / "run", **SMALL | ADDITION | options | reward_file(tmp_path, "-len(c)"))
     ids = torch.tensor([tokenizer(f"1{i}+2{i}=").input_ids for i in range(8)])
-    stops = [AutoModelForCausalLM.from_pretrained(p)(ids).logits[:, -1].softmax(-1)[:, EOS].mean() for p in (options["model"], tmp_path / "run/final")]
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("model", "run/final"))
+    stops = [model(ids).logits[:, -1].softmax(-1)[:, EOS].mean().item() for model in (before, after)]
     assert stops[0] < 0.05 and stops[1] > 0.3, stops
 
 
 @EVERY
 def test_ids_that_text_does_not_give_back_are_trained_as_sampled(name, tokenizer, tmp_path, monkeypatch):
     """i and l that would merge, a special token, half a character: the ids in the loss are the sampled ones, text goes to the reward alone."""
-    i, l, half = tokenizer.convert_tokens_to_ids(["i", "l", "Ã"])  # noqa: E741
-    sampled = [i, l, tokenizer.pad_token_id, half, EOS]
+    one, other, half = tokenizer.convert_tokens_to_ids(["i", "l", "Ã"])
+    sampled = [one, other, tokenizer.pad_token_id, half, EOS]
     assert tokenizer(tokenizer.decode(sampled), add_special_tokens=False).input_ids != sampled
     force(monkeypatch, [sampled])
     trained, script = [], SCRIPTS[name]
@@ -183,6 +184,30 @@ def test_ids_that_text_does_not_give_back_are_trained_as_sampled(name, tokenizer
         assert all(ids[n : n + 5].tolist() == sampled for ids, n in zip(micro["input_ids"], micro["prompt_length"]))
         assert (micro["mask"] == 1).all() and micro["mask"].shape[1] == 5
     assert sum(len(micro["mask"]) for micro in trained) == 16 and row["sampler_gap"] < 1e-5 and row["truncated_fraction"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_truncated_rows_that_are_not_trained_stay_in_the_baseline(name, tmp_path, monkeypatch):
+    """Two groups, the second row of each truncated, rewards 1, 0 and 1, 1: A = .5 and 0 on what is left. Left alone, survivors are all 0."""
+    force(monkeypatch, [[5, EOS, 0, 0], [6, 5, 5, 5], [5, 5, EOS, 0], [5, 5, 5, 5]])
+    seen, script, cut = [], SCRIPTS[name], common.microbatches
+    monkeypatch.setattr(script, "microbatches", lambda batch, budget: seen.append(batch) or cut(batch, budget))
+    options = {"num_steps": 1, "num_prompts": 2, "group_size": 2, "minibatch_size": None, "max_new_tokens": 4, "eval_every": 0}
+    options |= {"mask_truncated": True, "scale_rewards": "none", "aggregation": "sequence"}
+    train(name, tmp_path / "run", **SMALL | options | reward_file(tmp_path, "c[0] == '#'"))
+    rows = dict(zip(seen[0]["mask"].sum(1).tolist(), zip(seen[0]["advantages"].tolist(), seen[0]["weights"].tolist())))
+    assert rows[2.0] == (0.5, [1 / 8, 1 / 8, 0, 0])  # a quarter, over two tokens
+    close(t([rows[3.0][1]]), t([[1 / 12] * 3 + [0]]))
+    assert rows[3.0][0] == 0 and rows[4.0][1] == [0] * 4 and len(seen) == 1
+
+
+def test_a_missing_eos_costs_its_penalty_and_a_full_row_that_has_one_costs_nothing(tmp_path, monkeypatch):
+    force(monkeypatch, [[5, 6, 7, EOS], [5, 6, 7, 8]])
+    scores, place = [], common.at_last_token
+    monkeypatch.setattr(ppo, "at_last_token", lambda x, mask: scores.append(x) or place(x, mask))
+    options = {"num_steps": 1, "num_prompts": 2, "group_size": 1, "max_new_tokens": 4, "missing_eos_penalty": 1.0}
+    train("ppo", tmp_path / "run", **SMALL | options | reward_file(tmp_path, "0.8"))
+    close(scores[0], t([0.8, -0.2]))
 
 
 # --- precision ---
@@ -218,19 +243,22 @@ def test_the_smallest_loss_scale_still_makes_whole_adam_steps(tmp_path):
     assert steps.median() > 0.9
 
 
-@pytest.mark.parametrize("name, reward", [
-    *((name, 0.9) for name in ("rloo", "grpo", "gspo", "cispo")),
-    pytest.param("reinforce", 0.9, marks=pytest.mark.xfail(strict=True, reason="rounding in the baseline, which Adam blows up to whole steps")),
-    ("reinforce", 1.0),
-])  # fmt: skip
-def test_equal_rewards_move_nothing_although_float32_rounds_their_mean(name, reward, tmp_path):
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "grpo", "gspo", "cispo"])
+def test_equal_rewards_move_nothing_although_float32_rounds_their_mean(name, tmp_path):
     """Six times .9: the float32 sum is off by one spacing, and Adam divides any gradient by its own size."""
     options = SMALL | ADDITION | {"num_steps": 1, "num_prompts": 1, "group_size": 6, "kl_coef": 0.0, "minibatch_size": None}
     if name == "reinforce":
         options |= {"num_prompts": 7, "group_size": 1}
-    (row,) = train(name, tmp_path / "run", **options | reward_file(tmp_path, reward))[1:]
+    (row,) = train(name, tmp_path / "run", **options | reward_file(tmp_path, "0.9"))[1:]
     before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / "run" / "final")
     assert row["grad_norm"] == 0 and all(torch.equal(before[k].float(), after[k]) for k in before)
+
+
+@pytest.mark.parametrize("n", [2, 6, 7, 100, 1001])
+def test_whitened_equal_advantages_are_0(n):
+    """Trap: what rounding leaves of the mean, over sqrt(1e-8), is 6e-4 for seven .9, and Adam blows that up to whole steps."""
+    for value in (0.9, 0.1, -3.3):
+        assert (ppo.whiten(torch.full((1, n), value), torch.ones(1, n)) == 0).all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
@@ -355,16 +383,11 @@ def test_a_gradient_that_is_not_finite_stops_in_its_step_and_is_named(name, tmp_
 
 
 def test_an_infinite_reward_stops_its_step(tmp_path):
-    reward = reward_file(tmp_path, "math.inf if len(calls) == 3 else 1.0", before="import math; calls.append(0)")  # evaluation, step 1, step 2
+    reward = reward_file(tmp_path, "float('inf') if len(calls) == 3 else 1.0", before="calls.append(0)")  # evaluation, step 1, step 2
     with pytest.raises(InputError, match="reward score returned inf, not a finite number, for prompt .*, completion "):
         train("grpo", tmp_path / "run", **SMALL | ADDITION | reward | {"save_every": 1, "eval_every": 0})
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
-
-
-def test_an_exception_in_a_reward_is_no_score(tmp_path):
-    with pytest.raises(Exception, match="division by zero"):
-        train("grpo", tmp_path / "run", **SMALL | ADDITION | reward_file(tmp_path, "1 / 0"))
 
 
 # --- batches ---
@@ -381,8 +404,8 @@ def test_prompts_that_do_not_divide_into_steps(rows, per_step, announced, tmp_pa
     monkeypatch.setattr(script, "take", lambda *args: taken.extend(batch := take(*args)) or batch)
     monkeypatch.setattr(script, "microbatches", lambda batch, budget: sizes.append(batch["weights"][:, 0]) or cut(batch, budget))
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(rows)))
-    options = {"dataset": str(tmp_path / "few.jsonl"), "num_prompts": per_step, "group_size": 2, "minibatch_size": 3, "microbatch_tokens": 16}
-    found = train("rloo", tmp_path / "run", **SMALL | ADDITION | options)
+    options = {"num_prompts": per_step, "group_size": 2, "minibatch_size": 3, "microbatch_tokens": 16}
+    found = train("rloo", tmp_path / "run", **SMALL | ADDITION | {"dataset": str(tmp_path / "few.jsonl")} | options)
     assert announced in capsys.readouterr().out and [row["step"] for row in found] == [0, 1, 2, 3]
     texts = [prompt.text for prompt in taken]
     for epoch in range(3 * per_step // rows):
