@@ -14,6 +14,7 @@ Scripts add their own: ref_logprobs, old_logprobs, advantages, weights, ...
 import csv
 import hashlib
 import importlib
+import io
 import json
 import logging
 import math
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 import tyro
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -94,6 +95,10 @@ def launch(main, Args, description: str) -> None:
             value = getattr(args, name, None)
             if value is not None and not (value > 0 or (value == 0 and name in NOT_NEGATIVE)):
                 raise InputError(f"--{name.replace('_', '-')} must be {'above 0' if name in POSITIVE else '0 or more'}, not {value}")
+        if getattr(args, "eval_temperature", None) == 0 and args.eval_samples > 1:
+            raise InputError("--eval-samples above 1 needs an --eval-temperature above 0: the likeliest completion is always the same")
+        if 0 < getattr(args, "is_correction_cap", 0) < 1:
+            raise InputError(f"--is-correction-cap must be 1 or more, or 0 (off), not {args.is_correction_cap}")
         main(args)
     except InputError as error:
         sys.exit(f"error: {error}")
@@ -182,49 +187,66 @@ def load_tokenizer(path: str, chat_template: str | None = None):
     return tokenizer
 
 
-def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, recomputes: bool = False):
+def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gradient_checkpointing: bool = False):
     """Move to the device; float32 weights whatever the checkpoint's dtype; no dropout anywhere, so that the ratio of two passes is exact.
 
-    recomputes: gradient checkpointing (arXiv:1604.06174). NOTE: transformers' own switch only works in train mode, with dropout.
+    NOTE: transformers' own switch for gradient checkpointing (arXiv:1604.06174) only works in train mode, with dropout.
     NOTE: with bfloat16 weights a step of 1e-6 is rounded away; dtype is the autocast dtype of the forward passes alone.
     """
     model.compute_dtype = dtype
-    if recomputes:
+    if gradient_checkpointing:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise InputError(f"--gradient-checkpointing: {type(model).__name__} has no layers that can be recomputed")
         for layer in layers:
-            layer.forward = partial(recomputed, layer.forward)
+            layer.forward = partial(checkpointed, layer.forward)
     return model.to(device).eval().requires_grad_(trainable)
 
 
-def recomputed(forward: Callable, *args, **kwargs):
+def checkpointed(forward: Callable, *args, **kwargs):
     """forward, whose inner results are computed again in the backward pass instead of being kept; sampling is not touched."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return recompute(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def load_policy(
-    path: str, device: torch.device, dtype: torch.dtype, checkpoint: str | None = None, lora_rank: int = 0, recomputes: bool = False
-):
-    """A causal language model to be trained, from a folder or a hub id or a checkpoint of it.
+    path: str, device: torch.device, dtype: torch.dtype,
+    checkpoint: str | None = None, lora_rank: int = 0, gradient_checkpointing: bool = False, seed: int = 0,
+):  # fmt: skip
+    """A causal language model to be trained, from a folder or a hub id or, in a resumed run, from its checkpoint.
 
-    With lora_rank only a low-rank adapter on every linear layer is trained (LoRA, arXiv:2106.09685); the checkpoint is then the adapter's.
+    With lora_rank only a low-rank adapter is trained (LoRA, arXiv:2106.09685), on every linear layer but the output, with alpha twice
+    the rank; the checkpoint is then the adapter's.
     """
-    model = prepare(pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path), device, dtype, not lora_rank, recomputes)
+    if adapter_rank(path):
+        raise InputError(f"--model {path} is an adapter; merge it first (peft: AutoPeftModelForCausalLM, merge_and_unload) and save that")
+    if checkpoint and adapter_rank(checkpoint) != lora_rank:
+        raise InputError(f"--lora-rank {lora_rank}: the run to be resumed has {adapter_rank(checkpoint)}")
+    model = pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path)
+    model = prepare(model, device, dtype, not lora_rank, gradient_checkpointing)
     if lora_rank:
         peft = optional("peft", "--lora-rank")
-        config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model.name_or_path = str(Path(locate(path)).resolve()) if Path(locate(path)).exists() else path  # final/ finds it from anywhere
-        torch.manual_seed(0)  # the adapter's random half
-        model = peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True) if checkpoint else peft.get_peft_model(model, config)
+        if checkpoint:
+            model = peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+        else:
+            config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = peft.get_peft_model(model, config)
         model.eval().compute_dtype = dtype
     return model
 
 
-class AdapterOff:
-    """The policy without its adapter: the model it started from, with no second copy of the weights."""
+def adapter_rank(folder: str) -> int:
+    """Of the adapter in a folder; 0 if there is none."""
+    config = Path(locate(folder)) / "adapter_config.json"
+    return read_json(config)["r"] if config.is_file() else 0
+
+
+class WithoutAdapter:
+    """The policy with its adapter off: the model it started from, with no second copy of the weights."""
 
     def __init__(self, policy):
         self.policy, self.compute_dtype = policy, policy.compute_dtype
@@ -240,7 +262,7 @@ class AdapterOff:
 def load_reference(policy, path: str, device: torch.device, dtype: torch.dtype):
     """The frozen model that the policy started from."""
     if hasattr(policy, "disable_adapter"):
-        return AdapterOff(policy)
+        return WithoutAdapter(policy)
     return prepare(pretrained(AutoModelForCausalLM, path), device, dtype, trainable=False)
 
 
@@ -272,8 +294,9 @@ class ValueModel(torch.nn.Module):
 
 
 def load_value_model(
-    path: str | None, model: str, reward_fns: list[Reward], tokenizer, device: torch.device, dtype: torch.dtype, recomputes: bool = False
-) -> ValueModel:
+    path: str | None, model: str, reward_fns: list[Reward], tokenizer,
+    device: torch.device, dtype: torch.dtype, gradient_checkpointing: bool = False,
+) -> ValueModel:  # fmt: skip
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
     starts = [start for start in starts if pretrained(AutoTokenizer, start).get_vocab() == tokenizer.get_vocab()]
@@ -282,7 +305,7 @@ def load_value_model(
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     source = load_reward_model(path, device, dtype) if is_classifier else pretrained(AutoModelForCausalLM, path)
-    return prepare(ValueModel(source), device, dtype, trainable=True, recomputes=recomputes)
+    return prepare(ValueModel(source), device, dtype, trainable=True, gradient_checkpointing=gradient_checkpointing)
 
 
 class ValueHead(torch.nn.Module):
@@ -617,52 +640,70 @@ def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) ->
 
 
 def answer_of(row: dict) -> str:
-    if "answer" not in row:
-        raise InputError(f'exact_match and math_answer need a column "answer", and a row has only {", ".join(row)}')
+    if row.get("answer") is None:
+        raise InputError(f'exact_match and math_answer need a column "answer" in every row, and this row has none: {row}')
     return str(row["answer"])
 
 
-def last_number(text: str) -> Fraction | None:
-    """The final number in a text, exactly: in the last \\boxed{}, else after the last ####, else the last one at all.
+NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}\b|/\d+)?"
 
-    Reads 1,234.50, 3/4 and \\frac{3}{4}; a currency or percent sign beside it is ignored.
-    """
+
+def plain_number(text: str) -> Fraction | None:
+    """The number in a text that is just one number, exactly, maybe with a sign and a unit: 1,234.50, -3/4, 18 apples."""
+    match = re.fullmatch(rf"\s*([-+]?)\s*({NUMBER})(?:\s*[A-Za-z][A-Za-z ]*)?[\s.]*", text)
+    try:
+        return Fraction(match[1] + match[2].replace(",", "")) if match else None
+    except (ValueError, ZeroDivisionError):  # thousands of digits, or over 0
+        return None
+
+
+def final_answer(text: str) -> tuple[str, bool]:
+    """What is in the last \\boxed{}, else after the last ####, else all of it; and whether it was marked so. Money and percent signs go."""
     text = re.sub(r"\\?[$€£¥%]", "", text).replace("−", "-")
     text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    text = boxed[-1] if boxed else text.rsplit("####", 1)[-1]
-    numbers = re.findall(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?", text)
-    try:
-        return Fraction(numbers[-1].replace(",", ""))
-    except (IndexError, ValueError, ZeroDivisionError):  # none, thousands of digits, or over 0
-        return None
+    start = text.rfind("\\boxed{")
+    if start >= 0:
+        depth, inside = 0, text[start + 6 :]
+        for end, character in enumerate(inside):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                return inside[1:end], True
+    return (text.rpartition("####")[2], True) if "####" in text else (text, False)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The final number of a completion: what it marks as its answer, if that is one number, else the last number in it."""
+    answer, is_marked = final_answer(text)
+    numbers = re.findall(rf"(?:(?<![\d.)])-)?{NUMBER}", answer)
+    return plain_number(answer if is_marked else numbers[-1] if numbers else "")
 
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
     """1.0 where the completion's final number equals that of the row's "answer", as exact fractions.
 
-    An answer that is a formula is for the package math-verify; without it such a row is refused.
+    An answer that is a formula is compared by the package math-verify, and refused without it; a word is for exact_match.
     """
-    answers = [answer_of(row) for row in rows]
-    return [float(math_verified(c, a) if is_formula(a) else last_number(c) == last_number(a)) for c, a in zip(completions, answers)]
 
+    def is_right(completion: str, answer: str) -> bool:
+        number = plain_number(final_answer(answer)[0])
+        return math_verified(completion, answer) if number is None else last_number(completion) == number
 
-def is_formula(answer: str) -> bool:
-    """Not one number, with or without a unit, so that its last number says little."""
-    if last_number(answer) is None:
-        return True
-    answer = re.sub(r"\\boxed|\\d?frac\{\d+\}\{\d+\}|[{}\s$]", "", answer.rsplit("####", 1)[-1])
-    return bool(re.search(r"[\\^*=+()\[\]<>]|[A-Za-z]-?\d", answer))
+    return [float(is_right(completion, answer_of(row))) for completion, row in zip(completions, rows)]
 
 
 def math_verified(text: str, answer: str) -> bool:
-    math_verify = optional("math_verify", f"math_answer with the answer {answer!r}, which is a formula,")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is --reward-timeout
-    gold, found = (math_verify.parse(t, parsing_timeout=None) for t in (answer if "$" in answer else f"${answer}$", text))
-    return math_verify.verify(gold, found, timeout_seconds=None)
+    """NOTE: it gives up by itself after 5 s, which counts as wrong; its parser hands what looks like a formula to sympy."""
+    if not re.search(r"\d|\\[a-z]|[-+*/^=]", answer):
+        raise InputError(f"math_answer can't judge the answer {answer!r}, which is no number and no formula; exact_match can")
+    math_verify = optional("math_verify", f"math_answer with the answer {answer!r}, which is not one number,")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = math_verify.parse(answer if "$" in answer or "boxed" in answer else f"${answer}$")
+    if not gold:
+        raise InputError(f"math-verify can't read the answer {answer!r}")
+    return math_verify.verify(gold, math_verify.parse(text))
 
 
-def load_reward_fn(spec: str) -> Callable:
+def load_reward_fn(spec: str, called: str = "", timeout: float = 0.0) -> Callable:
     """exact_match, math_answer, or path/to/file.py:function."""
     if spec in ("exact_match", "math_answer"):
         return globals()[spec]
@@ -672,48 +713,54 @@ def load_reward_fn(spec: str) -> Callable:
     fn = runpy.run_path(locate(path)).get(name)
     if not callable(fn):
         raise InputError(f"--reward-fn {spec}: {path} has no function {name}")
-    return fn
+    return guarded(called or name, fn, locate(path), timeout)
+
+
+class TimeUp(BaseException):
+    """No Exception, so that a reward function which catches those can't take it for a score."""
 
 
 @contextmanager
 def time_limit(seconds: float):
-    """TimeoutError in what runs longer (0: no limit)."""
+    """TimeUp in what runs longer (0: no limit)."""
 
     def ring(*_):
-        raise TimeoutError(f"took more than --reward-timeout {seconds:g} s")
+        raise TimeUp(f"it took more than --reward-timeout {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, ring) if seconds else None
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again and again: the function may swallow the first
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if seconds:
-            signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before)
 
 
-def guarded(name: str, fn: Callable, timeout: float) -> Callable:
+def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
     """fn, an exception or an overrun of which is one sentence that names the row; fn is called row by row to find it."""
 
-    def limited(*args):
-        with time_limit(timeout):
-            return fn(*args)
+    def fault_of(*args) -> tuple[object, BaseException | None]:
+        try:
+            with time_limit(timeout):
+                return fn(*args), None
+        except (Exception, TimeUp) as fault:
+            return None, fault
 
     def call(prompts: list[str], completions: list[str], rows: list[dict]):
-        try:
-            return limited(prompts, completions, rows)
-        except InputError:
-            raise
-        except Exception as error:
-            fault, where = error, f"{len(prompts)} completions at once, though for none of them alone"
+        scores, fault = fault_of(prompts, completions, rows)
+        if fault is None:
+            return scores
+        where = f"{len(prompts)} completions at once, though for none of them alone"
         for prompt, completion, row in zip(prompts, completions, rows):
-            try:
-                limited([prompt], [completion], [row])
-            except Exception as error:
-                fault, where = error, f"prompt {prompt!r}, completion {completion!r}"
+            alone = fault_of([prompt], [completion], [row])[1]
+            if type(alone) is type(fault):
+                fault, where = alone, f"prompt {prompt!r}, completion {completion!r}"
                 break
-        place = traceback.extract_tb(fault.__traceback__)[-1]
-        what = f"{type(fault).__name__}: {fault} ({Path(place.filename).name} line {place.lineno})"
+        lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == file]
+        what = f"{type(fault).__name__}: {fault}" + (f" ({Path(file).name} line {lines[-1]})" if lines else "")
         raise InputError(f"reward {name} raised {what} for {where}") from fault
 
     return call
@@ -779,7 +826,7 @@ def load_rewards(
     names = [spec.rpartition(":")[2] for spec in reward_fn]
     for spec, name, weight in zip(reward_fn, names, weights[len(rewards) :]):
         name = spec if names.count(name) > 1 else name
-        rewards.append(Reward(name, weight, guarded(name, load_reward_fn(spec), timeout), None))
+        rewards.append(Reward(name, weight, load_reward_fn(spec, name, timeout), None))
     return rewards
 
 
@@ -829,26 +876,33 @@ def read_json(path: Path):
 
 
 def read_rows(dataset: str) -> list[tuple[str, dict]]:
-    """The rows of a JSONL, CSV or parquet file or of a hub dataset "id:split", each with where it stands."""
+    """The rows of a JSONL, CSV or parquet file or of a hub dataset "id:split" or "id:config:split", each with where it stands."""
     path = Path(locate(dataset))
-    if not path.is_file():
-        name, _, split = dataset.partition(":")
-        if path.suffix in (".jsonl", ".csv", ".parquet") or not split:
+    if not path.is_file() or path.suffix == ".parquet":
+        name, *config = dataset.split(":")
+        if not path.is_file() and (path.suffix in (".jsonl", ".csv", ".parquet") or not config):
             raise InputError(f"dataset {dataset} is not a JSONL file that exists, nor a hub dataset as id:split")
-        table = optional("datasets", f"dataset {dataset}, which is no file here,").load_dataset(name, split=split)
+        load_dataset = optional("datasets", f"dataset {dataset}").load_dataset
+        try:
+            if path.is_file():
+                table = load_dataset("parquet", data_files=str(path), split="train")
+            else:
+                table = load_dataset(name, *config[:-1], split=config[-1])
+        except Exception as error:
+            raise InputError(f"dataset {dataset} could not be loaded: {' '.join(str(error).split())}") from error
         return [(f"{dataset} row {i}", row) for i, row in enumerate(table)]
-    if path.suffix == ".parquet":
-        table = optional("datasets", f"dataset {dataset}").load_dataset("parquet", data_files=str(path), split="train")
-        return [(f"{dataset} row {i}", row) for i, row in enumerate(table)]
-    if path.suffix == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            return [(f"{dataset} line {reader.line_num}", row) for row in reader]
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{dataset} is not UTF-8 text: {error}") from None
     rows = []
+    if path.suffix == ".csv":
+        reader = csv.DictReader(io.StringIO(text))
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(f"{dataset} line {reader.line_num} has not as many fields as the first line ({len(reader.fieldnames)})")
+            rows.append((f"{dataset} line {reader.line_num}", row))
+        return rows
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -909,8 +963,8 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
 def load_eval_prompts(
     eval_dataset: str | None, dataset: str, tokenizer, max_prompt_tokens: int, system_prompt: str | None = None
 ) -> list[Prompt]:
-    """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl, else none."""
-    beside = dataset.removesuffix(".jsonl") + "-eval.jsonl"
+    """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl (or .csv, .parquet), else none."""
+    beside = str(Path(dataset).with_stem(Path(dataset).stem + "-eval"))
     if eval_dataset or Path(locate(beside)).is_file():
         return load_prompts(eval_dataset or beside, tokenizer, max_prompt_tokens, system_prompt)
     print("no --eval-dataset: nothing is evaluated on held-out prompts")
@@ -933,15 +987,14 @@ def take(prompts: list[Prompt], count: int, state: dict, seed: int) -> list[Prom
 
 
 def evaluate(
-    rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int, num_samples: int, temperature: float
+    rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int, num_samples: int, temperature: float | None
 ) -> tuple[dict, list[dict]]:
     """num_samples completions of each held-out prompt, chunk rows at once, with the same noise every time: mean scores by metric name,
     and a few samples. eval_pass@k, k > 1, is the mean over prompts of the best of k rewards: pass@k where they are 0 or 1."""
     totals, samples, n = {}, [], max(1, chunk // num_samples)
+    options = {} if temperature is None else {"temperature": temperature}
     for first in range(0, len(prompts), n):
-        batch = rollout(
-            prompts[first : first + n], num_samples, temperature=temperature, key=(seed, "evaluate"), first_row=first * num_samples
-        )
+        batch = rollout(prompts[first : first + n], num_samples, key=(seed, "evaluate"), first_row=first * num_samples, **options)
         batch |= score(reward_fns, batch)
         samples = samples or samples_of(select(batch, torch.arange(0, len(batch["mask"]), num_samples)), held_out=True)
         means = {k: v.view(-1, num_samples).mean(1) for k, v in batch.items() if k.startswith("reward")}
@@ -1116,7 +1169,8 @@ class Logger:
             print(
                 f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})"
             )
-        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/)")
+        best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
+        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''})")
 
 
 def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable | None:
@@ -1148,6 +1202,7 @@ def describe(
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
             how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""
+            how = " of the policy, its adapter off" if isinstance(model, WithoutAdapter) else how
             print(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
     print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)

@@ -47,7 +47,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
     eval_samples: int = 1  # completions per held-out prompt; k > 1 also gives eval_pass@k
-    eval_temperature: float = 1.0  # of those completions; 0: the likeliest token
+    eval_temperature: float | None = None  # of those completions; 0: the likeliest token; None: as --temperature
     save_every: int = 0  # steps between checkpoints; 0: one at the end
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
     # task and models
@@ -57,11 +57,11 @@ class Args:
     reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
     reward_fn: tuple[str, ...] = ()  # exact_match, math_answer, path/to/file.py:function; several are summed
     reward_weights: tuple[float, ...] = ()  # one per reward, the reward model first; 0: only watched
-    reward_timeout: float = 0.0  # seconds that a call of a reward function may take; 0: no limit
+    reward_timeout: float = 0.0  # seconds that a reward function may take for a whole batch; 0: no limit
     normalize_rewards: bool = False  # standardize the rewards of a batch
     dataset: str = "tiny/reviews.jsonl"  # JSONL, CSV or parquet file with a "prompt" column, or a hub dataset as id:split
     eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
-    system_prompt: str | None = None  # makes a chat of every prompt, with this system message ("": with none)
+    system_prompt: str | None = None  # makes a chat of every prompt, with this system message ("": none but the template's own)
     chat_template: str | None = None  # Jinja file in place of the tokenizer's own template
     # rollout
     num_steps: int = 100  # steps; each samples a batch once and learns from it
@@ -132,7 +132,7 @@ def main(args: Args) -> None:
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
     tokenizer = load_tokenizer(args.model, args.chat_template)
-    policy = load_policy(args.model, device, dtype, checkpoint, args.lora_rank, args.gradient_checkpointing)
+    policy = load_policy(args.model, device, dtype, checkpoint, args.lora_rank, args.gradient_checkpointing, args.seed)
     reference = load_reference(policy, args.model, device, dtype) if args.kl_coef else None
     reward_args = args.reward_model, args.reward_fn, args.reward_weights, args.reward_timeout, args.system_prompt
     reward_fns = load_rewards(*reward_args, device, dtype, args.microbatch_tokens)

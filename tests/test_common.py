@@ -301,11 +301,6 @@ def test_what_is_no_list_is_refused(result):
         common.score(rewards_of(lambda p, c, r: result), batch_of(["a"]))
 
 
-def test_a_row_without_an_answer_is_named():
-    with pytest.raises(InputError, match='need a column "answer", and a row has only prompt'):
-        common.exact_match(["a"], ["b"], [{"prompt": "a"}])
-
-
 def test_messages_need_a_chat_template_of_the_reward_model():
     (reward,) = common.load_rewards("tiny/reward", (), (), 0, None, CPU, torch.float32, 100)
     with pytest.raises(InputError, match="the reward model's tokenizer has no chat template"):

@@ -161,7 +161,7 @@ def test_reward_to_go_has_less_variance_than_the_total_and_a_baseline_still_less
     """On this policy: nothing forbids the KL left out by reward-to-go to offset what is kept, if the reference is far off."""
     groups = groups_of(3)
     total, to_go, baseline = (variance(groups, reinforce_steps(how, groups)) for how in ("total", "reward-to-go", "baseline"))
-    assert total > 1.02 * to_go and to_go > 2 * baseline, (total, to_go, baseline)
+    assert [total.item(), to_go.item(), baseline.item()] == pytest.approx([60.6, 56.7, 3.7], abs=0.05)  # as the README says
     shifted = reinforce_steps("baseline", groups, REWARDS + common.at_last_token(SCORES * 0 + 10, MASK))
     close(shifted, reinforce_steps("baseline", groups))  # a constant in every score is taken off
 
@@ -242,7 +242,8 @@ def test_dividing_by_the_std_keeps_the_direction_and_weights_prompts_by_difficul
             close(mean(groups, steps(at_ratio_one(script), groups, advantages)), c * slope)
         factors[p] = std_factor(p, 4)
     middle = min(factors, key=lambda p: abs(p - 0.5))
-    assert min(factors) < 0.01 and abs(middle - 0.5) < 0.15 and factors[min(factors)] > 1.05 * factors[middle], factors
+    assert [min(factors), middle] == pytest.approx([0.001, 0.53], rel=0.1)
+    assert [factors[min(factors)], factors[middle]] == pytest.approx([1.50, 1.40], abs=0.005)  # as the README says
 
 
 # --- the KL ---

@@ -61,9 +61,9 @@ def test_recomputed_layers_keep_less_and_leave_sampling_alone(tokenizer):
     """Every dropout of GPT-2 is 0.1, and still two passes agree: unlike transformers' own switch, this one needs no train mode."""
     batch = {"input_ids": torch.arange(3, 99).view(2, 48), "prompt_length": torch.tensor([8, 8]), "mask": torch.ones(2, 40)}
     kept, results = [], []
-    for recomputes in (False, True):
+    for gradient_checkpointing in (False, True):
         model = random_model("GPT2", num_hidden_layers=6)
-        model = common.prepare(model, CPU, torch.float32, True, recomputes)
+        model = common.prepare(model, CPU, torch.float32, True, gradient_checkpointing)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             logprobs = common.logprobs_of(model, 1.0, batch)
@@ -81,7 +81,7 @@ def test_recomputed_layers_keep_less_and_leave_sampling_alone(tokenizer):
 
 def test_a_model_without_layers_to_recompute_is_named(tokenizer):
     with pytest.raises(InputError, match="--gradient-checkpointing: Linear has no layers"):
-        common.prepare(torch.nn.Linear(1, 1), CPU, torch.float32, True, recomputes=True)
+        common.prepare(torch.nn.Linear(1, 1), CPU, torch.float32, True, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -96,6 +96,10 @@ def test_an_adapter_trains_beside_frozen_weights_and_resumes(name, tmp_path):
     assert not (tmp_path / "whole" / "final" / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained("tiny/policy", dtype=torch.float32)
     start = {k: v.clone() for k, v in base.state_dict().items()}
+    with pytest.raises(SystemExit, match="--lora-rank 8: the run to be resumed has 4"):
+        run_command([f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "4", "--lora-rank", "8"])
+    with pytest.raises(SystemExit, match="final is an adapter; merge it first"):
+        run_command([f"{name}.py", "--model", str(tmp_path / "whole" / "final")])
     merged = peft.PeftModel.from_pretrained(base, str(tmp_path / "whole" / "final")).merge_and_unload().state_dict()
     changed = [k for k in start if not torch.equal(start[k], merged[k])]
     assert len(changed) > 10 and not [k for k in changed if "proj" not in k]
@@ -144,6 +148,15 @@ def test_prompts_come_from_csv_and_parquet_too(tokenizer, tmp_path):
     (tmp_path / "a.csv").write_text('prompt,answer\n"1+1=",2\n"2,5 and\n3=",x\n')
     prompts = common.load_prompts(str(tmp_path / "a.csv"), tokenizer, 64)
     assert [p.row for p in prompts] == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2,5 and\n3=", "answer": "x"}]
+    (tmp_path / "a-eval.csv").write_text("prompt,answer\n1+2=,3\n")
+    assert len(common.load_eval_prompts(None, str(tmp_path / "a.csv"), tokenizer, 64)) == 1
+    for name, text in (("short", "prompt,answer\n1+1=\n"), ("long", "prompt,answer\n1+1=,2,3\n")):
+        (tmp_path / f"{name}.csv").write_text(text)
+        with pytest.raises(InputError, match=f"{name}.csv line 2 has not as many fields as the first line"):
+            common.load_prompts(str(tmp_path / f"{name}.csv"), tokenizer, 64)
+    (tmp_path / "latin.csv").write_bytes("prompt\ncafé\n".encode("latin-1"))
+    with pytest.raises(InputError, match="latin.csv is not UTF-8"):
+        common.load_prompts(str(tmp_path / "latin.csv"), tokenizer, 64)
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"prompt": "1+1=", "answer": 2}]).to_parquet(tmp_path / "a.parquet")
     assert common.load_prompts(str(tmp_path / "a.parquet"), tokenizer, 64)[0].row == {"prompt": "1+1=", "answer": 2}
@@ -175,6 +188,12 @@ def test_a_reward_function_that_does_not_end_is_stopped_and_its_row_named(tmp_pa
         fn("a", "slow", "b")
     assert time.perf_counter() - start < 10 and fn("a", "b") == [1.0, 1.0]
     time.sleep(0.3)  # no alarm is left behind
+    (tmp_path / "catches.py").write_text(
+        "import time\n\ndef score(prompts, completions, rows):\n    try:\n        time.sleep(60)\n    except Exception:\n        return [0.0]\n"
+    )
+    (reward,) = common.load_rewards(None, (f"{tmp_path}/catches.py:score",), (), 0.2, None, CPU, torch.float32, 100)
+    with pytest.raises(InputError, match=r"took more than --reward-timeout 0.2 s \(catches.py line 5\)"):
+        reward.fn(["p"], ["c"], [{}])
 
 
 @pytest.mark.parametrize("num_labels", [2, 5])
@@ -188,28 +207,45 @@ def test_a_reward_model_with_several_labels_is_refused(tokenizer, num_labels, tm
 
 @pytest.mark.parametrize("text, answer", [
     ("so it costs $1,234.50", "1234.5"), ("-7 degrees", "-7"), ("it lost -$5", "-5"), ("about 12%", "12"), ("−3", "-3"), ("+8", "8"),
-    ("0.50", "1/2"), ("so 3/4", r"\frac{3}{4}"), ("18", "18 apples"), ("so 5", "$5"), (r"the answer is \boxed{\$18}", "18"), ("3 + 4 = 7\n#### 7", "#### 7"), ("1e3", "3"),
+    ("0.50", "1/2"), ("so 3/4", r"\frac{3}{4}"), ("18", "18 apples"), ("so 5", "$5"), (r"the answer is \boxed{\$18}", "18"), ("3 + 4 = 7\n#### 7", "#### 7"), ("1e3", "1000"), ("1,000", "1000"), ("x = 5, so 32", r"\$32"), (r"\boxed{12\%}", "12%"), ("10", r"10\%"),
+    (r"so \boxed{\text{about }} 7, \boxed{7}", "7"),
 ])  # fmt: skip
 def test_math_answers_that_are_right(text, answer):
     assert common.math_answer([""], [text], [{"answer": answer}]) == [1.0]
 
 
-@pytest.mark.parametrize("text, answer", [("70", "7"), ("7.5", "75"), ("5", "-5"), ("seven", "7"), ("", "0"), ("12 or 13", "12")])
+@pytest.mark.parametrize("text, answer", [("70", "7"), ("7.5", "75"), ("5", "-5"), ("seven", "7"), ("", "0"), ("12 or 13", "12"), ("None", "0"),
+    (r"\boxed{2^5}", "5"), (r"\boxed{\frac{\sqrt{3}}{2}}", "2"), ("1,2", "12"), ("#### 3 or 5", "5")])  # fmt: skip
 def test_math_answers_that_are_wrong(text, answer):
     assert common.math_answer([""], [text], [{"answer": answer}]) == [0.0]
 
 
-@pytest.mark.parametrize("answer", ["x^2 + 1", r"\frac{\sqrt{2}}{2}", "x=3", "(1, 2)", "none"])
+@pytest.mark.parametrize("answer", ["x^2 + 1", r"\frac{\sqrt{2}}{2}", "x=3", "(1, 2)", "3, 5", "10:30", "2π", "2 3/4", "3!", "2024-05-01", "5√2"])
 def test_an_answer_that_is_no_number_is_not_judged_by_its_last_number(answer, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(InputError, match="which is a formula, needs a package that is not installed: pip install math-verify"):
+    with pytest.raises(InputError, match="which is not one number, needs a package that is not installed: pip install math-verify"):
         common.math_answer([""], ["1"], [{"answer": answer}])
+
+
+@pytest.mark.parametrize("answer", ["east", "no solution", "D", ""])
+def test_an_answer_in_words_is_for_exact_match(answer):
+    with pytest.raises(InputError, match="which is no number and no formula; exact_match can"):
+        common.math_answer([""], ["seat"], [{"answer": answer}])
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {None: ["x"], "prompt": "p"}])
+@pytest.mark.parametrize("fn", [common.exact_match, common.math_answer])
+def test_a_row_without_an_answer_is_shown(fn, row):
+    with pytest.raises(InputError, match='need a column "answer" in every row, and this row has none'):
+        fn([""], ["None"], [row])
 
 
 def test_math_verify_is_asked_where_numbers_do_not_tell():
     pytest.importorskip("math_verify")
     answers = [{"answer": r"\frac{\sqrt{2}}{2}"}, {"answer": "x^2 + 1"}, {"answer": "x^2 + 1"}]
     assert common.math_answer([""] * 3, [r"$\frac{1}{\sqrt{2}}$", "$1 + x^2$", "$x^2 - 1$"], answers) == [1.0, 1.0, 0.0]
+    start = time.perf_counter()  # a completion that can't be worked out is wrong after a while, not for ever
+    assert common.math_answer([""], ["$9^{9^{9^{9}}}$"], answers[1:2]) == [0.0] and time.perf_counter() - start < 30
 
 
 # --- evaluation ---

@@ -80,7 +80,7 @@ def test_addition_from_the_command_line_is_learnt(name, tmp_path):
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "21+34=55"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["rloo", "ppo", "gspo"])  # one of each kind; the others differ by what tests/test_loops.py checks
 def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
     rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
     rows = train(name, tmp_path / "run", num_steps=15, eval_every=0, lr=4e-4, warmup_steps=2, **rewards)
@@ -128,17 +128,8 @@ def test_evaluation_and_saving_leave_training_alone(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_microbatches_change_no_number(name, tmp_path):
-    rows = [train(name, tmp_path / str(n), **SMALL | {"num_steps": 2, "microbatch_tokens": n}) for n in (1, 200, 100_000)]
-    for other in rows[1:]:
-        for a, b in zip(without_times(rows[0]), without_times(other), strict=True):
-            assert a == pytest.approx(b, rel=2e-3, abs=2e-5)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_at_learning_rate_0_nothing_moves(name, temperature, tmp_path):
-    rows = train(name, tmp_path / "run", **SMALL | ADDITION | {"lr": 0.0, "temperature": temperature, "num_epochs": 2})
+def test_at_learning_rate_0_nothing_moves(name, tmp_path):
+    rows = train(name, tmp_path / "run", **SMALL | ADDITION | {"lr": 0.0, "temperature": 1.5, "num_epochs": 2})
     before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / "run" / "final")
     assert all(torch.equal(before[k].float(), after[k]) for k in before)
     for row in rows[1:]:
