@@ -23,11 +23,11 @@ from typing import Literal
 import torch
 
 from common import (
-    InputError, Logger, Timer, accumulate, check_finite, concatenate, describe, evaluate, generate, importance_weighted,
-    keep_best, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_reference, load_rewards,
-    load_tokenizer, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches, minibatches, no_grad_pass,
-    no_signal, normalize, pick_device, rollout_metrics, samples_of, save_model, score, select, summarize, take,
-    updates_per_batch, weighted_sum,
+    InputError, Logger, Timer, accumulate, asked_to_stop, check_finite, concatenate, describe, evaluate, generate,
+    importance_weighted, keep_best, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts,
+    load_reference, load_rewards, load_tokenizer, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, microbatches,
+    minibatches, no_grad_pass, no_signal, normalize, pick_device, rollout_metrics, samples_of, save_checkpoint, save_model,
+    score, select, summarize, take, updates_per_batch, weighted_sum,
 )  # fmt: skip
 
 
@@ -42,8 +42,10 @@ class Args:
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
     eval_samples: int = 1  # completions per held-out prompt; k > 1 also gives eval_pass@k
     eval_temperature: float | None = None  # of those completions; 0: the likeliest token; None: as --temperature
-    save_every: int = 0  # steps between checkpoints; 0: one at the end
+    save_every: int = 0  # steps between checkpoints; 0: one at the end, and one when the run is stopped
+    keep: int = 2  # newest checkpoints to keep; 0: all
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
+    debug: bool = False  # show the traceback of an error
     # task and models
     model: str = "tiny/policy"  # causal language model, a folder or a hub id
     lora_rank: int = 0  # train a low-rank adapter of this rank (needs peft); 0: all weights
@@ -145,7 +147,7 @@ def main(args: Args) -> None:
     )
     num_updates = updates_per_batch(args.num_prompts * args.group_size, args.num_epochs, args.minibatch_size)
     if state["step"] == 0:
-        eval_metrics, eval_samples = held_out()
+        eval_metrics, eval_samples = held_out(0)
         keep_best(logger.dir, policy, tokenizer, state, 0, eval_metrics)
         logger.log(0, eval_metrics, eval_samples)
     for step in range(state["step"] + 1, args.num_steps + 1):
@@ -158,7 +160,7 @@ def main(args: Args) -> None:
         timer.lap("generate")
 
         # 2. score
-        batch |= score(reward_fns, batch)
+        batch |= score(reward_fns, batch, step)
         metrics = rollout_metrics(batch, args.group_size)
         for attempt in range(args.dynamic_sampling):  # new prompts replace groups without signal (DAPO, section 3.2)
             live = ~no_signal(batch["rewards"], args.group_size).repeat_interleave(args.group_size)  # (B,)
@@ -166,7 +168,7 @@ def main(args: Args) -> None:
                 break
             fresh = take(prompts, int((~live).sum()) // args.group_size, state, args.seed)
             fresh = rollout(fresh, args.group_size, key=(args.seed, "sample", step, attempt))
-            batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh))
+            batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh, step))
         if reference is not None:
             batch["ref_logprobs"] = no_grad_pass(partial(logprobs_of, reference, args.temperature), batch, args.microbatch_tokens)
 
@@ -215,13 +217,13 @@ def main(args: Args) -> None:
         metrics |= {"lr": lr} | summarize(batch, totals, timer.laps)
         samples = samples_of(batch)
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            eval_metrics, eval_samples = held_out()
+            eval_metrics, eval_samples = held_out(step)
             metrics, samples = metrics | eval_metrics, samples + eval_samples
             keep_best(logger.dir, policy, tokenizer, state, step, eval_metrics)
         logger.log(step, metrics, samples)
-        if step == args.num_steps or (args.save_every and step % args.save_every == 0):
-            state |= {"step": step, "optimizer": optimizer.state_dict()}
-            save_model(logger.dir / f"checkpoint-{step}", policy, tokenizer, state)
+        if step == args.num_steps or asked_to_stop or (args.save_every and step % args.save_every == 0):
+            state["optimizer"] = optimizer.state_dict()
+            save_checkpoint(logger.dir, step, policy, tokenizer, state, args.keep)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()
 

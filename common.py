@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import runpy
 import shutil
@@ -66,45 +67,77 @@ class Reward(NamedTuple):
 
 POSITIVE = """num_steps num_prompts group_size max_new_tokens max_prompt_tokens temperature num_epochs minibatch_size
     microbatch_tokens max_grad_norm kl_target kl_horizon eval_samples""".split()
-NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every clip_low clip_high kl_coef vf_coef value_clip gamma gae_lambda
+NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every keep clip_low clip_high kl_coef vf_coef value_clip gamma gae_lambda
     missing_eos_penalty dynamic_sampling overlong_buffer is_correction_cap
     lora_rank reward_timeout eval_temperature""".split()
 
 
-def launch(main, Args, description: str) -> None:
-    """Parse the command line into Args and run main(args); an InputError ends the run with one sentence.
+asked_to_stop: list[int] = []  # the signal, once SIGINT (Ctrl-C) or SIGTERM has come
 
-    With --resume RUN_FOLDER the flags of that run are the defaults, and what is typed beside it wins and is announced.
-    """
+
+def ask_to_stop(number: int, frame) -> None:
+    """The first signal lets the step finish, so that it can be saved; the second stops at once."""
+    if asked_to_stop:
+        raise KeyboardInterrupt
+    asked_to_stop.append(number)
+    print("stopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
+
+
+def launch(main, Args, description: str) -> None:
+    """Parse the command line into Args and run main(args); what the user can mend ends the run with one sentence."""
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step as it comes
     args = tyro.cli(Args, description=description)
+    asked_to_stop.clear()
+    handlers = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.resume:
-            saved = read_json(Path(args.resume) / "args.json")
-            if saved.get("script") != Path(sys.argv[0]).stem:
-                raise InputError(f"--resume {args.resume} is a run of {saved.get('script')}.py")
-            saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
-            saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-            args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}))
-            if Path(args.output_dir).resolve() != Path(args.resume).resolve():
-                raise InputError("--resume continues in its own run folder; leave --output-dir out")
-            for name, old in saved.items():
-                if name not in ("resume", "output_dir") and getattr(args, name) != old:
-                    print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
-        for name in POSITIVE + NOT_NEGATIVE:
-            value = getattr(args, name, None)
-            if value is not None and not (value > 0 or (value == 0 and name in NOT_NEGATIVE)):
-                raise InputError(f"--{name.replace('_', '-')} must be {'above 0' if name in POSITIVE else '0 or more'}, not {value}")
-        if getattr(args, "eval_temperature", None) == 0 and args.eval_samples > 1:
-            raise InputError("--eval-samples above 1 needs an --eval-temperature above 0: the likeliest completion is always the same")
-        if 0 < getattr(args, "is_correction_cap", 0) < 1:
-            raise InputError(f"--is-correction-cap must be 1 or more, or 0 (off), not {args.is_correction_cap}")
+            args = resumed(args, Args, description)
+        check_ranges(args)
         main(args)
-    except InputError as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("stopped at once; nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(130)
+    except (InputError, OSError, RuntimeError) as error:
+        no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if args.debug or not (no_memory or isinstance(error, (InputError, OSError))):
+            raise
+        sys.exit(f"error: {NO_MEMORY if no_memory else error}")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+NO_MEMORY = (
+    "out of memory; lower --microbatch-tokens first, which changes no result, then add --gradient-checkpointing, lower --max-new-tokens "
+    "or --num-prompts, or train an adapter with --lora-rank"
+)
+
+
+def resumed(args, Args, description: str):
+    """The flags of the run in args.resume; what is typed beside it wins and is announced."""
+    saved = read_json(Path(args.resume) / "args.json")
+    if saved.get("script") != Path(sys.argv[0]).stem:
+        raise InputError(f"--resume {args.resume} is a run of {saved.get('script')}.py")
+    saved = {f.name: saved.get(f.name, getattr(args, f.name)) for f in fields(Args)}
+    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    args = tyro.cli(Args, default=Args(**saved | {"resume": args.resume, "output_dir": args.resume}), description=description)
+    if Path(args.output_dir).resolve() != Path(args.resume).resolve():
+        raise InputError("--resume continues in its own run folder; leave --output-dir out")
+    for name, old in saved.items():
+        if name not in ("resume", "output_dir") and getattr(args, name) != old:
+            print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
+    return args
+
+
+def check_ranges(args) -> None:
+    for name in POSITIVE + NOT_NEGATIVE:
+        value = getattr(args, name, None)
+        if value is not None and not (0 < value < math.inf or (value == 0 and name in NOT_NEGATIVE)):
+            raise InputError(f"--{name.replace('_', '-')} must be {'above 0' if name in POSITIVE else '0 or more'}, not {value}")
+    if args.eval_temperature == 0 and args.eval_samples > 1:
+        raise InputError("--eval-samples above 1 needs an --eval-temperature above 0: the likeliest completion is always the same")
+    if 0 < args.is_correction_cap < 1:
+        raise InputError(f"--is-correction-cap must be 1 or more, or 0 (off), not {args.is_correction_cap}")
 
 
 def optional(package: str, needed_by: str):
@@ -407,8 +440,9 @@ def generate(
     stops = torch.tensor(stop_token_ids(policy, tokenizer), device=device)
     with torch.no_grad(), autocast(policy):
         new_ids, logprobs, length, truncated = sample_completions(policy, prompt_ids, uniform.to(device, wide), stops, temperature)
-    if not torch.isfinite(logprobs).all():
-        raise InputError("the policy's log-probabilities are not finite, so it can't be sampled; try a lower --lr, or the model is broken")
+    if not (finite := torch.isfinite(logprobs).all(1)).all():
+        text = prompts[int(finite.logical_not().nonzero()[0, 0]) // group_size].text
+        raise InputError(f"the log-probabilities of {key[1:]} are not finite for prompt {text!r}; try a lower --lr, or the model is broken")
     T = int(length.max())
     lengths, cut = length.tolist(), truncated.tolist()
     return {
@@ -710,7 +744,13 @@ def load_reward_fn(spec: str, called: str = "", timeout: float = 0.0) -> Callabl
     path, _, name = spec.rpartition(":")
     if not name or not Path(locate(path)).is_file():
         raise InputError(f"--reward-fn {spec} is neither exact_match nor math_answer nor path/to/file.py:function of a file that exists")
-    fn = runpy.run_path(locate(path)).get(name)
+    sys.path.insert(0, str(Path(locate(path)).resolve().parent))  # as for any script: it may import its neighbours
+    try:
+        fn = runpy.run_path(locate(path)).get(name)
+    except Exception as error:
+        raise InputError(f"--reward-fn {spec} could not be loaded: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    finally:
+        sys.path.pop(0)
     if not callable(fn):
         raise InputError(f"--reward-fn {spec}: {path} has no function {name}")
     return guarded(called or name, fn, locate(path), timeout)
@@ -830,7 +870,7 @@ def load_rewards(
     return rewards
 
 
-def score(reward_fns: list[Reward], batch: dict) -> dict:
+def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
     """Entries for the batch: "rewards" (B,), the weighted sum, and "reward/NAME" (B,) of each where there are several."""
     prompts, completions = batch["prompts"], batch["completions"]
     each = {}
@@ -847,7 +887,7 @@ def score(reward_fns: list[Reward], batch: dict) -> dict:
                 values[i] = math.nan
             if not abs(values[i]) < 1e30:  # nan, and what float32 can't hold
                 where = f"prompt {prompts[i].text!r}, completion {completions[i]!r}"
-                raise InputError(f"reward {name} returned {value!r}, not a finite number, for {where}")
+                raise InputError(f"reward {name} returned {value!r}, not a finite number, in step {step} for {where}")
         each[f"reward/{name}"] = weight, torch.tensor(values, device=batch["mask"].device)
     total = {"rewards": sum(weight * values for weight, values in each.values())}
     return total | {name: values for name, (_, values) in each.items()} if len(each) > 1 else total
@@ -872,7 +912,10 @@ def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 def read_json(path: Path):
     if not path.is_file():
         raise InputError(f"{path} does not exist, so {path.parent} is not a run folder")
-    return json.loads(path.read_text())
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
 
 
 def read_rows(dataset: str) -> list[tuple[str, dict]]:
@@ -942,7 +985,10 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
                 )
             if system_prompt and [m["role"] for m in prompt].count("system") > 1:
                 raise InputError(f"{where} has a system message of its own; leave out --system-prompt")
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates raise what they like
+                raise InputError(f"{where}: the chat template does not take these messages: {error}") from error
             ids = tokenizer(text, add_special_tokens=False).input_ids
         else:
             raise InputError(f'{where} has no "prompt" that is a text or a list of messages')
@@ -987,15 +1033,16 @@ def take(prompts: list[Prompt], count: int, state: dict, seed: int) -> list[Prom
 
 
 def evaluate(
-    rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int, num_samples: int, temperature: float | None
-) -> tuple[dict, list[dict]]:
+    rollout: Callable, reward_fns: list[Reward], prompts: list[Prompt], seed: int, chunk: int, num_samples: int, temperature: float | None,
+    step: int = 0,
+) -> tuple[dict, list[dict]]:  # fmt: skip
     """num_samples completions of each held-out prompt, chunk rows at once, with the same noise every time: mean scores by metric name,
     and a few samples. eval_pass@k, k > 1, is the mean over prompts of the best of k rewards: pass@k where they are 0 or 1."""
     totals, samples, n = {}, [], max(1, chunk // num_samples)
     options = {} if temperature is None else {"temperature": temperature}
     for first in range(0, len(prompts), n):
         batch = rollout(prompts[first : first + n], num_samples, key=(seed, "evaluate"), first_row=first * num_samples, **options)
-        batch |= score(reward_fns, batch)
+        batch |= score(reward_fns, batch, step)
         samples = samples or samples_of(select(batch, torch.arange(0, len(batch["mask"]), num_samples)), held_out=True)
         means = {k: v.view(-1, num_samples).mean(1) for k, v in batch.items() if k.startswith("reward")}
         if num_samples > 1:
@@ -1081,24 +1128,68 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     """The newest complete checkpoint of a run folder and its state; of a new run: None, and step 0 with no prompt consumed."""
     if run_folder is None:
         return None, {"step": 0, "consumed": 0}
-    found = sorted(Path(run_folder).glob("checkpoint-*/state.pt"), key=lambda p: int(p.parent.name.rpartition("-")[2]))
+    for old in Path(run_folder).glob(".*.old"):  # the process died between two names
+        if not (folder := old.with_name(old.name[1:-4])).exists() and not old.name.startswith(".checkpoint"):
+            old.rename(folder)
+    found = checkpoints(Path(run_folder))
+    if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
+        print(f"{run_folder} has no checkpoint yet: the run begins anew")
+        return None, {"step": 0, "consumed": 0}
     if not found:
-        raise InputError(f"--resume {run_folder} holds no checkpoint")
-    return str(found[-1].parent), torch.load(found[-1], map_location="cpu", weights_only=True)
+        raise InputError(f"--resume {run_folder} holds no complete checkpoint (checkpoint-STEP/state.pt)")
+    return str(found[-1]), torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
 
 
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
-    """A folder that from_pretrained loads, with what --resume needs beside it; it has its name only when it is complete."""
+    """A folder that from_pretrained loads, with what --resume needs beside it.
+
+    It is written under another name and gets its own when it is complete and on the disk; an older folder of that name goes only then.
+    """
     if not all(torch.isfinite(p).all() for p in policy.parameters()):
         raise InputError(f"the policy's weights are not finite, so {folder} was not saved; try a lower --lr")
-    unfinished = folder.with_name(f".{folder.name}.partial")
+    unfinished, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(unfinished, ignore_errors=True)
-    policy.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    if state is not None:
-        torch.save(state, unfinished / "state.pt")
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        policy.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        if state is not None:
+            torch.save(state, unfinished / "state.pt")
+        for path in [*unfinished.rglob("*"), unfinished]:
+            sync(path)
+    except Exception as error:  # safetensors and torch have their own for a full disk
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise InputError(f"{folder} could not be saved ({error}); what was saved before is still there") from error
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
     unfinished.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """The complete ones, oldest first."""
+    return sorted((p.parent for p in run_folder.glob("checkpoint-*/state.pt")), key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+def save_checkpoint(run_folder: Path, step: int, policy, tokenizer, state: dict, keep: int) -> None:
+    """checkpoint-STEP, after which all but the newest keep go (0: none goes). On a signal to stop, the run ends here."""
+    save_model(run_folder / f"checkpoint-{step}", policy, tokenizer, state | {"step": step})
+    for old in checkpoints(run_folder)[:-keep] if keep else []:
+        old = old.rename(old.with_name(f".{old.name}.old"))
+        shutil.rmtree(old, ignore_errors=True)
+    if asked_to_stop:
+        print(f"stopped after step {step}; continue with --resume {run_folder}", file=sys.stderr)
+        sys.exit(128 + asked_to_stop[0])
 
 
 def write_text(path: Path, text: str) -> None:
@@ -1118,21 +1209,33 @@ def read_lines(path: Path) -> list[dict]:
     return rows
 
 
+PATHS = "model", "reward_model", "value_model", "dataset", "eval_dataset", "chat_template", "reward_fn"
+
+
+def absolute(option):
+    """A path option (or several, or file.py:function) that names something in this folder, so that it does from any other."""
+    if isinstance(option, tuple):
+        return tuple(map(absolute, option))
+    path, colon, rest = (option or "").partition(":")
+    return str(Path(path).resolve()) + colon + rest if path and Path(path).exists() else option
+
+
 class Logger:
     """The run folder, the progress on the screen, and a tracker."""
 
     def __init__(self, name: str, config: dict, start: int):
         self.num_steps, self.start = config["num_steps"], start
         self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        config = dict(config)
         if not config["resume"] and (self.dir / "metrics.jsonl").exists():
-            resume = f", or continue it with --resume {self.dir}" if list(self.dir.glob("checkpoint-*/state.pt")) else ""
-            raise InputError(f"--output-dir {self.dir} already holds a run; name another folder{resume}")
+            raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
         self.track = open_tracker(config["track"], name, self.dir, config)
         self.dir.mkdir(parents=True, exist_ok=True)
+        config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
-            write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start))
+            write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
         self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:

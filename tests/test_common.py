@@ -387,10 +387,10 @@ def test_a_value_head_reads_the_policys_latest_pass(tokenizer):
 
 
 def test_resuming_what_holds_no_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no checkpoint"):
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
         common.load_checkpoint(str(tmp_path))
     (tmp_path / "checkpoint-5").mkdir()  # weights without a state: not complete
-    with pytest.raises(InputError, match="holds no checkpoint"):
+    with pytest.raises(InputError, match="holds no complete checkpoint"):
         common.load_checkpoint(str(tmp_path))
 
 

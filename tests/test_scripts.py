@@ -120,7 +120,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_evaluation_and_saving_leave_training_alone(name, tmp_path):
     options = SMALL | ADDITION
-    often = train(name, tmp_path / "often", **options | {"eval_every": 1, "save_every": 1})
+    often = train(name, tmp_path / "often", **options | {"eval_every": 1, "save_every": 1, "keep": 0})
     never = train(name, tmp_path / "never", **options | {"eval_every": 100})
     strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval")} for row in without_times(rows)]  # noqa: E731
     assert strip(often) == strip(never)

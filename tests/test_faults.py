@@ -1,0 +1,139 @@
+"""Long runs die: whatever happens, what was saved is there, loads, and continues as if nothing had been."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import common
+from common import InputError
+from test_scripts import ADDITION, ROOT, SCRIPTS, SMALL, metrics_of, run_command, train, weights_of, without_times
+
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def words_of(options):
+    flags = []
+    for name, value in options.items():
+        flags += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return flags
+
+
+def test_killed_runs_end_as_if_never_killed():
+    done = subprocess.run([sys.executable, "tests/kill.py", "--kills", "10"], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0 and "10 kills" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGINT, "ppo"), (signal.SIGTERM, "grpo")])
+def test_a_signal_saves_a_checkpoint_after_the_step(number, name, tmp_path):
+    options = SMALL | ADDITION | {"num_steps": 200, "eval_every": 0, "output_dir": tmp_path / "run"}
+    command = [sys.executable, f"{name}.py", *words_of(options)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    stopped = int(checkpoint.name.rpartition("-")[2])
+    assert f"stopped after step {stopped}; continue with --resume" in err and metrics_of(tmp_path / "run")[-1]["step"] == stopped
+    run_command([f"{name}.py", "--resume", str(tmp_path / "run"), "--num-steps", str(stopped + 1)])
+    whole = train(name, tmp_path / "whole", **options | {"num_steps": stopped + 1, "output_dir": str(tmp_path / "whole")})
+    assert without_times(metrics_of(tmp_path / "run"))[1:] == without_times(whole)[1:]
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\n\ndef score(prompts, completions, rows):\n    print('scoring', flush=True)\n    time.sleep(60)\n")
+    command = [sys.executable, "grpo.py", *words_of(SMALL | {"reward_fn": f"{tmp_path}/slow.py:score", "output_dir": tmp_path / "run"})]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    for line in process.stdout:
+        if line.startswith("scoring"):
+            break
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert "stopped at once" in process.communicate(timeout=20)[1] and process.returncode == 130
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    for keep, left in ((1, [5]), (2, [4, 5]), (0, [1, 2, 3, 4, 5])):
+        folder = tmp_path / str(keep)
+        train("rloo", folder, **SMALL | ADDITION | {"num_steps": 5, "save_every": 1, "keep": keep, "minibatch_size": None})
+        assert [p.name for p in common.checkpoints(folder)] == [f"checkpoint-{n}" for n in left]
+        assert not list(folder.glob(".*"))
+        assert AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{left[0]}")
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_save_leaves_the_earlier_checkpoint(tmp_path):
+    """From the third step on no file may grow over 500 kB: the weights have more."""
+    (tmp_path / "reward.py").write_text(
+        "import resource\ncalls = []\n\ndef score(prompts, completions, rows):\n    calls.append(1)\n    if len(calls) == 4:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))\n    return [len(c) for c in completions]\n"
+    )
+    options = SMALL | {"reward_fn": f"{tmp_path}/reward.py:score", "save_every": 1, "eval_every": 0, "num_steps": 5, "output_dir": tmp_path / "run"}
+    done = subprocess.run([sys.executable, "grpo.py", *words_of(options)], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 1 and "checkpoint-3 could not be saved" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert "what was saved before is still there" in done.stderr
+    assert [p.name for p in common.checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
+    assert not list((tmp_path / "run").glob(".*.partial"))
+    run_command(["grpo.py", "--resume", str(tmp_path / "run"), "--num-steps", "3"])
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_folder_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
+    tokenizer, policy = common.load_tokenizer("tiny/policy"), common.load_policy("tiny/policy", torch.device("cpu"), torch.float32)
+    common.save_model(tmp_path / "best", policy, tokenizer)
+    before = weights_of(tmp_path / "best")
+    policy.lm_head.weight.data += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "save_pretrained", lambda *_: 1 / 0)
+        with pytest.raises(InputError, match="best could not be saved"):
+            common.save_model(tmp_path / "best", policy, tokenizer)
+    assert all(torch.equal(v, before[k]) for k, v in weights_of(tmp_path / "best").items())
+    common.save_model(tmp_path / "best", policy, tokenizer)
+    assert not torch.equal(weights_of(tmp_path / "best")["lm_head.weight"], before["lm_head.weight"])
+    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+    (tmp_path / "best").rename(tmp_path / ".best.old")  # the process died between the two names
+    (tmp_path / "metrics.jsonl").write_text("")
+    common.load_checkpoint(str(tmp_path))
+    assert (tmp_path / "best" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_out_of_memory_says_what_to_turn_first(name, tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(common, "token_entropy", no_memory)
+    with pytest.raises(SystemExit, match="error: out of memory; lower --microbatch-tokens first.* --gradient-checkpointing.* --lora-rank"):
+        run_command([f"{name}.py", *words_of(SMALL | ADDITION | {"output_dir": tmp_path / "run"})])
+
+
+def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums.jsonl", "sums-eval.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "reward.py").write_text("def score(prompts, completions, rows):\n    return [len(c) for c in completions]\n")
+    options = SMALL | {"dataset": "sums.jsonl", "reward_fn": ("exact_match", "reward.py:score"), "num_steps": 1, "output_dir": "run"}
+    run_command(["grpo.py", *words_of(options)])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run_command(["grpo.py", "--resume", "../run", "--num-steps", "2"])
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path, capsys):
+    options = SMALL | ADDITION | {"num_steps": 2, "output_dir": str(tmp_path / "run")}
+    whole = train("gspo", tmp_path / "whole", **options | {"output_dir": str(tmp_path / "whole")})
+    train("gspo", tmp_path / "run", **options | {"num_steps": 1})
+    for checkpoint in common.checkpoints(tmp_path / "run"):
+        checkpoint.rename(tmp_path / "gone")
+    run_command(["gspo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
+    assert "has no checkpoint yet: the run begins anew" in capsys.readouterr().out
+    assert without_times(metrics_of(tmp_path / "run")) == without_times(whole)
