@@ -11,16 +11,16 @@ A batch is a dict. Its tensors have B rows; its lists have B entries:
 Scripts add their own: ref_logprobs, old_logprobs, advantages, weights, ...
 """
 
+import copy
 import csv
 import hashlib
-import importlib
+import importlib.util
 import io
 import json
 import logging
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -75,8 +75,11 @@ NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every keep clip_low c
 asked_to_stop: list[int] = []  # the signal, once SIGINT (Ctrl-C) or SIGTERM has come
 
 
-def ask_to_stop(number: int, frame) -> None:
+def ask_to_stop(process: int, number: int, frame) -> None:
     """The first signal lets the step finish, so that it can be saved; the second stops at once."""
+    if os.getpid() != process:  # a child that a reward function forked: it has no step to finish
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     if asked_to_stop:
         raise KeyboardInterrupt
     asked_to_stop.append(number)
@@ -88,7 +91,7 @@ def launch(main, Args, description: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step as it comes
     args = tyro.cli(Args, description=description)
     asked_to_stop.clear()
-    handlers = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, partial(ask_to_stop, os.getpid())) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.resume:
             args = resumed(args, Args, description)
@@ -124,7 +127,9 @@ def resumed(args, Args, description: str):
     if Path(args.output_dir).resolve() != Path(args.resume).resolve():
         raise InputError("--resume continues in its own run folder; leave --output-dir out")
     for name, old in saved.items():
-        if name not in ("resume", "output_dir") and getattr(args, name) != old:
+        if name not in ("resume", "output_dir") and absolute(getattr(args, name)) != old:
+            if name in ("model", "lora_rank", "shared_backbone", "value_model"):
+                raise InputError(f"--{name.replace('_', '-')} can't be changed in a resumed run; it was {old}")
             print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
     return args
 
@@ -134,6 +139,11 @@ def check_ranges(args) -> None:
         value = getattr(args, name, None)
         if value is not None and not (0 < value < math.inf or (value == 0 and name in NOT_NEGATIVE)):
             raise InputError(f"--{name.replace('_', '-')} must be {'above 0' if name in POSITIVE else '0 or more'}, not {value}")
+    for name, value in vars(args).items():
+        if not all(math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)):
+            raise InputError(f"--{name.replace('_', '-')} must be finite, not {value}")
+    if getattr(args, "shared_backbone", False) and args.value_model:
+        raise InputError("--shared-backbone puts the value head on the policy; leave out --value-model")
     if args.eval_temperature == 0 and args.eval_samples > 1:
         raise InputError("--eval-samples above 1 needs an --eval-temperature above 0: the likeliest completion is always the same")
     if 0 < args.is_correction_cap < 1:
@@ -164,8 +174,8 @@ def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"--device {device} can't be used here: {str(error).splitlines()[0]}") from None
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
@@ -333,11 +343,19 @@ def load_value_model(
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
     starts = [start for start in starts if pretrained(AutoTokenizer, start).get_vocab() == tokenizer.get_vocab()]
+    if path and pretrained(AutoTokenizer, path).get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"--value-model {path} has another tokenizer than the policy, whose token ids it would have to read")
     path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     source = load_reward_model(path, device, dtype) if is_classifier else pretrained(AutoModelForCausalLM, path)
+    if source.get_input_embeddings().num_embeddings < pretrained(AutoConfig, model).get_text_config().vocab_size:
+        raise InputError(f"the value model {path} has fewer embeddings than the policy; name another with --value-model")
+    with torch.no_grad():
+        one, other = (source.base_model(torch.tensor([[0, i]], device=source.device)).last_hidden_state[0, 0] for i in (0, 1))
+    if not torch.allclose(one, other, atol=1e-3):
+        raise InputError(f"the value model {path} sees the tokens that come after; it must be a causal model")
     return prepare(ValueModel(source), device, dtype, trainable=True, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -674,8 +692,8 @@ def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) ->
 
 
 def answer_of(row: dict) -> str:
-    if row.get("answer") is None:
-        raise InputError(f'exact_match and math_answer need a column "answer" in every row, and this row has none: {row}')
+    if not isinstance(row.get("answer"), (str, int, float)):
+        raise InputError(f'exact_match and math_answer need a column "answer", a text or a number, in every row; this row has none: {row}')
     return str(row["answer"])
 
 
@@ -694,7 +712,7 @@ def plain_number(text: str) -> Fraction | None:
 def final_answer(text: str) -> tuple[str, bool]:
     """What is in the last \\boxed{}, else after the last ####, else all of it; and whether it was marked so. Money and percent signs go."""
     text = re.sub(r"\\?[$€£¥%]", "", text).replace("−", "-")
-    text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+    text = re.sub(r"\\d?frac\s*(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))", r"\1\3/\2\4", text)
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth, inside = 0, text[start + 6 :]
@@ -734,7 +752,7 @@ def math_verified(text: str, answer: str) -> bool:
     gold = math_verify.parse(answer if "$" in answer or "boxed" in answer else f"${answer}$")
     if not gold:
         raise InputError(f"math-verify can't read the answer {answer!r}")
-    return math_verify.verify(gold, math_verify.parse(text))
+    return text.strip() == answer.strip() or math_verify.verify(gold, math_verify.parse(text) or math_verify.parse(f"${text}$"))
 
 
 def load_reward_fn(spec: str, called: str = "", timeout: float = 0.0) -> Callable:
@@ -744,16 +762,19 @@ def load_reward_fn(spec: str, called: str = "", timeout: float = 0.0) -> Callabl
     path, _, name = spec.rpartition(":")
     if not name or not Path(locate(path)).is_file():
         raise InputError(f"--reward-fn {spec} is neither exact_match nor math_answer nor path/to/file.py:function of a file that exists")
-    sys.path.insert(0, str(Path(locate(path)).resolve().parent))  # as for any script: it may import its neighbours
+    file = Path(locate(path)).resolve()
+    sys.path.append(str(file.parent))  # as any script, it may import its neighbours
+    module = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
+    module, loader = importlib.util.module_from_spec(module), module.loader
+    sys.modules[module.__name__] = module  # so that what it defines can be pickled, for a pool of processes
     try:
-        fn = runpy.run_path(locate(path)).get(name)
+        loader.exec_module(module)
     except Exception as error:
         raise InputError(f"--reward-fn {spec} could not be loaded: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    finally:
-        sys.path.pop(0)
+    fn = getattr(module, name, None)
     if not callable(fn):
         raise InputError(f"--reward-fn {spec}: {path} has no function {name}")
-    return guarded(called or name, fn, locate(path), timeout)
+    return guarded(called or name, fn, str(file), timeout)
 
 
 class TimeUp(BaseException):
@@ -786,7 +807,7 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
         try:
             with time_limit(timeout):
                 return fn(*args), None
-        except (Exception, TimeUp) as fault:
+        except (Exception, SystemExit, TimeUp) as fault:
             return None, fault
 
     def call(prompts: list[str], completions: list[str], rows: list[dict]):
@@ -800,7 +821,7 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
                 fault, where = alone, f"prompt {prompt!r}, completion {completion!r}"
                 break
         lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == file]
-        what = f"{type(fault).__name__}: {fault}" + (f" ({Path(file).name} line {lines[-1]})" if lines else "")
+        what = f"{type(fault).__name__}: {' '.join(str(fault).split())}" + (f" ({Path(file).name} line {lines[-1]})" if lines else "")
         raise InputError(f"reward {name} raised {what} for {where}") from fault
 
     return call
@@ -875,10 +896,12 @@ def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
     prompts, completions = batch["prompts"], batch["completions"]
     each = {}
     for name, weight, fn, _ in reward_fns:
-        values = fn([p.text for p in prompts], completions, [p.row for p in prompts])
-        if not hasattr(values, "__len__") or len(values) != len(completions):
-            count = len(values) if hasattr(values, "__len__") else f"{values!r}, not"
-            raise InputError(f"reward {name} returned {count} scores for {len(completions)} completions")
+        rows = copy.deepcopy([p.row for p in prompts])  # a function may edit what it gets
+        values = fn([p.text for p in prompts], list(completions), rows)
+        is_list = hasattr(values, "__len__") and not isinstance(values, (dict, set, str)) and getattr(values, "ndim", 1) == 1
+        if not is_list or len(values) != len(completions):
+            found = f"{len(values)} scores" if is_list else f"{str(values):.60}, not a list,"
+            raise InputError(f"reward {name} returned {found} for {len(completions)} completions")
         values = list(values)
         for i, value in enumerate(values):
             try:
@@ -924,7 +947,7 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
     if not path.is_file() or path.suffix == ".parquet":
         name, *config = dataset.split(":")
         if not path.is_file() and (path.suffix in (".jsonl", ".csv", ".parquet") or not config):
-            raise InputError(f"dataset {dataset} is not a JSONL file that exists, nor a hub dataset as id:split")
+            raise InputError(f"dataset {dataset} is not a file that exists (JSONL, CSV or parquet), nor a hub dataset as id:split")
         load_dataset = optional("datasets", f"dataset {dataset}").load_dataset
         try:
             if path.is_file():
@@ -939,8 +962,11 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
     except UnicodeDecodeError as error:
         raise InputError(f"{dataset} is not UTF-8 text: {error}") from None
     rows = []
-    if path.suffix == ".csv":
-        reader = csv.DictReader(io.StringIO(text))
+    if path.suffix.lower() == ".csv":
+        csv.field_size_limit(2**31 - 1)
+        reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+        if len(set(reader.fieldnames or [])) < len(reader.fieldnames or []):
+            raise InputError(f"{dataset} names a column twice: {', '.join(reader.fieldnames)}")
         for row in reader:
             if None in row or None in row.values():
                 raise InputError(f"{dataset} line {reader.line_num} has not as many fields as the first line ({len(reader.fieldnames)})")
@@ -963,6 +989,10 @@ def conversation(prompt, system_prompt: str | None):
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
+def is_message(message) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
 def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt: str | None = None) -> list[Prompt]:
     """The prompts of a dataset; those over max_prompt_tokens are left out, and counted on the screen.
 
@@ -978,11 +1008,13 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
             text, ids = prompt, tokenizer(prompt).input_ids
             if ends_with_eos:
                 ids = ids[:-1]
-        elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        elif isinstance(prompt, list) and prompt and all(is_message(m) for m in prompt):
             if tokenizer.chat_template is None:
                 raise InputError(
                     f"{where} has chat messages, but the tokenizer has no chat template; give one with --chat-template, or a text as prompt"
                 )
+            if prompt[-1]["role"] == "assistant":
+                raise InputError(f"{where} ends with a message of the assistant, whose turn it should be")
             if system_prompt and [m["role"] for m in prompt].count("system") > 1:
                 raise InputError(f"{where} has a system message of its own; leave out --system-prompt")
             try:
@@ -992,8 +1024,8 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
             ids = tokenizer(text, add_special_tokens=False).input_ids
         else:
             raise InputError(f'{where} has no "prompt" that is a text or a list of messages')
-        if not ids:
-            raise InputError(f"{where}: the prompt has no tokens")
+        if not text.strip() or not ids:
+            raise InputError(f"{where}: the prompt is empty")
         if len(ids) > max_prompt_tokens:
             too_long += 1
         else:
@@ -1137,7 +1169,10 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
         return None, {"step": 0, "consumed": 0}
     if not found:
         raise InputError(f"--resume {run_folder} holds no complete checkpoint (checkpoint-STEP/state.pt)")
-    return str(found[-1]), torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+    try:
+        return str(found[-1]), torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InputError(f"{found[-1]}/state.pt can't be read ({str(error).splitlines()[0]}); move that checkpoint away") from error
 
 
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
@@ -1178,7 +1213,8 @@ def sync(path: Path) -> None:
 
 def checkpoints(run_folder: Path) -> list[Path]:
     """The complete ones, oldest first."""
-    return sorted((p.parent for p in run_folder.glob("checkpoint-*/state.pt")), key=lambda p: int(p.name.rpartition("-")[2]))
+    complete = (p.parent for p in run_folder.glob("checkpoint-*/state.pt") if re.fullmatch(r"checkpoint-\d+", p.parent.name))
+    return sorted(complete, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def save_checkpoint(run_folder: Path, step: int, policy, tokenizer, state: dict, keep: int) -> None:
@@ -1209,6 +1245,7 @@ def read_lines(path: Path) -> list[dict]:
     return rows
 
 
+RUN_FILES = r"args\.json|metrics\.jsonl|samples\.jsonl|checkpoint-\d+|best|final"
 PATHS = "model", "reward_model", "value_model", "dataset", "eval_dataset", "chat_template", "reward_fn"
 
 
@@ -1216,7 +1253,9 @@ def absolute(option):
     """A path option (or several, or file.py:function) that names something in this folder, so that it does from any other."""
     if isinstance(option, tuple):
         return tuple(map(absolute, option))
-    path, colon, rest = (option or "").partition(":")
+    if not isinstance(option, str):
+        return option
+    path, colon, rest = option.partition(":")
     return str(Path(path).resolve()) + colon + rest if path and Path(path).exists() else option
 
 
@@ -1225,10 +1264,12 @@ class Logger:
 
     def __init__(self, name: str, config: dict, start: int):
         self.num_steps, self.start = config["num_steps"], start
-        self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
         config = dict(config)
-        if not config["resume"] and (self.dir / "metrics.jsonl").exists():
+        if not config["resume"] and [name for name in self.dir.glob("*") if re.fullmatch(RUN_FILES, name.name)]:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
+        if start >= self.num_steps:
+            raise InputError(f"--resume {self.dir}: the run has its {start} steps already; raise --num-steps {self.num_steps}")
         self.track = open_tracker(config["track"], name, self.dir, config)
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
@@ -1291,7 +1332,7 @@ def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable 
 
 
 def describe(
-    device, dtype, models: dict, reward_fns: list[Reward], prompts: list[Prompt], eval_prompts: list[Prompt], /,
+    device, dtype, tokenizer, models: dict, reward_fns: list[Reward], prompts: list[Prompt], eval_prompts: list[Prompt], /,
     *, num_steps, num_prompts, group_size, num_epochs, minibatch_size, temperature, max_new_tokens, **_,
 ) -> None:  # fmt: skip
     """The first screen: device, models with their sizes, what a step is in numbers, and how completions are sampled."""
@@ -1300,6 +1341,12 @@ def describe(
         raise InputError(
             f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions"
         )
+    embeddings, ids = models["policy"].get_input_embeddings().num_embeddings, stop_token_ids(models["policy"], tokenizer)
+    if (largest := max(i for p in [*prompts, *eval_prompts] for i in [*p.ids, *ids])) >= embeddings:
+        raise InputError(f"the tokenizer gives the id {largest}, but the model has {embeddings} embeddings; they don't belong together")
+    for reward in reward_fns:
+        if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
+            reward.fn(*zip(*((p.text, "", p.row) for p in [*prompts, *eval_prompts])))
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:

@@ -183,7 +183,7 @@ def main(args: Args) -> None:
         optimizer.load_state_dict(state["optimizer"])
         value_model.load_state_dict(state["value_model"])
     models = {"policy": policy, "reference": reference, "value_model": value_model}
-    describe(device, dtype, models, reward_fns, prompts, eval_prompts, **vars(args))
+    describe(device, dtype, tokenizer, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

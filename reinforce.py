@@ -129,7 +129,7 @@ def main(args: Args) -> None:
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
     models = {"policy": policy, "reference": reference}
-    describe(device, dtype, models, reward_fns, prompts, eval_prompts, **vars(args))
+    describe(device, dtype, tokenizer, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
 
     rollout = partial(generate, policy, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature)

@@ -1,12 +1,16 @@
 """A user's own job: their model, tokenizer, prompts, reward function and evaluation."""
 
 import json
+import os
+import signal
 import sys
 import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, pipeline
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline,
+)  # fmt: skip
 
 import common
 from common import InputError
@@ -96,7 +100,7 @@ def test_an_adapter_trains_beside_frozen_weights_and_resumes(name, tmp_path):
     assert not (tmp_path / "whole" / "final" / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained("tiny/policy", dtype=torch.float32)
     start = {k: v.clone() for k, v in base.state_dict().items()}
-    with pytest.raises(SystemExit, match="--lora-rank 8: the run to be resumed has 4"):
+    with pytest.raises(SystemExit, match="--lora-rank can't be changed in a resumed run; it was 4"):
         run_command([f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "4", "--lora-rank", "8"])
     with pytest.raises(SystemExit, match="final is an adapter; merge it first"):
         run_command([f"{name}.py", "--model", str(tmp_path / "whole" / "final")])
@@ -236,7 +240,7 @@ def test_an_answer_in_words_is_for_exact_match(answer):
 @pytest.mark.parametrize("row", [{}, {"answer": None}, {None: ["x"], "prompt": "p"}])
 @pytest.mark.parametrize("fn", [common.exact_match, common.math_answer])
 def test_a_row_without_an_answer_is_shown(fn, row):
-    with pytest.raises(InputError, match='need a column "answer" in every row, and this row has none'):
+    with pytest.raises(InputError, match='need a column "answer", a text or a number, in every row; this row has none'):
         fn([""], ["None"], [row])
 
 
@@ -284,3 +288,55 @@ def test_the_best_policy_is_kept(tmp_path, monkeypatch):
         train("grpo", tmp_path / name, **SMALL | ADDITION | {"eval_every": 1, "save_every": 1, "lr": 1e-3})
     best, second = weights_of(tmp_path / "rises" / "best"), weights_of(tmp_path / "rises" / "checkpoint-2")
     assert all(torch.equal(best[k], second[k]) for k in best) and not (tmp_path / "falls" / "best").exists()
+
+
+# --- what a reward function may do ---
+
+
+def test_a_reward_function_may_edit_what_it_gets_import_its_neighbours_and_use_processes(tmp_path):
+    """The other rewards and later steps see texts and rows as they were."""
+    (tmp_path / "neighbour.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "edits.py").write_text(
+        "from concurrent.futures import ProcessPoolExecutor\nfrom multiprocessing import get_context\n\n"
+        "def length(text):\n    from neighbour import double\n    return float(double(len(text)))\n\n"
+        "def edits(prompts, completions, rows):\n    for i, row in enumerate(rows):\n        completions[i] = 'x' * 9\n        row.clear()\n"
+        "    return [0.0] * len(rows)\n\n"
+        "def pooled(prompts, completions, rows):\n    with ProcessPoolExecutor(2, get_context('fork')) as pool:\n"
+        "        return list(pool.map(length, completions))\n"
+    )
+    specs = (f"{tmp_path}/edits.py:edits", f"{tmp_path}/edits.py:pooled", "exact_match")
+    rewards = common.load_rewards(None, specs, (), 0, None, CPU, torch.float32, 100)
+    prompts = [common.Prompt([0], "p", {"prompt": "p", "answer": "ab"}), common.Prompt([0], "p", {"prompt": "p", "answer": "c"})]
+    batch = {"prompts": prompts, "completions": ["ab", "abc"], "mask": torch.ones(2, 1)}
+    scores = common.score(rewards, batch)
+    assert scores["reward/pooled"].tolist() == [4.0, 6.0] and scores["reward/exact_match"].tolist() == [1.0, 0.0]
+    assert batch["completions"] == ["ab", "abc"] and prompts[0].row == {"prompt": "p", "answer": "ab"}
+
+
+def test_a_child_of_the_run_dies_of_a_signal_as_usual(monkeypatch):
+    """What a pool of processes counts on when it ends them; only the run itself waits for its step."""
+    monkeypatch.setattr(common, "asked_to_stop", [])
+    child = os.fork()
+    if not child:
+        common.ask_to_stop(os.getppid(), signal.SIGTERM, None)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM and not common.asked_to_stop
+
+
+@pytest.mark.parametrize("kind, message", [
+    ("small", "has fewer embeddings than the policy"), ("other", "has another tokenizer than the policy"), ("bert", "sees the tokens that come after"),
+])  # fmt: skip
+def test_a_value_model_that_cannot_read_the_policys_tokens_is_refused(tokenizer, kind, message, tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    if kind == "bert":
+        config = BertConfig(**shape, vocab_size=512)
+        config.architectures = ["BertForSequenceClassification"]
+        BertForSequenceClassification(config).save_pretrained(tmp_path)
+    else:
+        LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=40 if kind == "small" else 512)).save_pretrained(tmp_path)
+    own = common.load_tokenizer("tiny/policy")
+    if kind == "other":
+        own.add_tokens(["hello"])
+    own.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
+        common.load_value_model(str(tmp_path), "tiny/policy", [], tokenizer, CPU, torch.float32)

@@ -37,13 +37,21 @@ def bad(tmp_path_factory):
         "sleeps.py": "import time\ndef score(prompts, completions, rows):\n    time.sleep(60)\n",
         "exits.py": "def score(prompts, completions, rows):\n    raise SystemError('no')\n",
         "notmodel/readme.txt": "", "broken/config.json": "{", "empty/x": "", "nothing/metrics.jsonl": "",
+        "listanswer.jsonl": '{"prompt": "a", "answer": [1]}\n', "twice.csv": "prompt,answer,prompt\na,b,c\n", "empty.csv": 'prompt,answer\n"",2\n',
+        "emptytext.jsonl": '{"prompt": " "}\n', "parts.jsonl": '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
+        "answered.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        "fine.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}", "mine/final/thesis.txt": "precious",
+        "quits.py": "import sys\ndef score(prompts, completions, rows):\n    sys.exit(0)\n",
+        "dict.py": "def score(prompts, completions, rows):\n    return {i: 1.0 for i in range(len(rows))}\n",
+        "scalar.py": "import torch\ndef score(prompts, completions, rows):\n    return torch.tensor(1.0)\n",
+        "corrupt/args.json": '{"script": "grpo"}', "corrupt/checkpoint-3/state.pt": "no zip", "corrupt/checkpoint-old/state.pt": "",
         "bare.jinja": "{{ messages[0].nothing.more }}", "open.jinja": "{% for m in",
         "adapter/adapter_config.json": '{"r": 8}',
         "run/args.json": '{"script": "grpo"}', "torn/args.json": '{"script": "gr', "list/args.json": "[]", "other/args.json": '{"script": "rloo"}',
         "noscript/args.json": "{}", "weights/args.json": '{"script": "grpo"}', "weights/metrics.jsonl": "", "weights/checkpoint-3/config.json": "{}",
     }  # fmt: skip
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
     (folder / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (folder / "binary.jsonl").write_bytes(bytes(range(256)))
@@ -55,7 +63,10 @@ def bad(tmp_path_factory):
         ("pickle", LlamaForCausalLM(LlamaConfig(**SHAPE))),
         ("no-weights", LlamaForCausalLM(LlamaConfig(**SHAPE))),
         ("nan-weights", LlamaForCausalLM(LlamaConfig(**SHAPE))),
+        ("small", None),
     ):
+        if name == "small":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 8}))
         if name == "nan-weights":
             model.lm_head.weight.data[:] = float("nan")
         model.save_pretrained(folder / name)
@@ -92,7 +103,7 @@ RANGES = [
     ("--group-size 1", "--group-size must be 2 or more"), ("--device nowhere", "--device nowhere can't be used"), ("--device cuda:7", "--device cuda:7"),
 ]  # fmt: skip
 THINGS = [  # BAD is the folder above
-    ("--dataset BAD/nothere.jsonl", "nothere.jsonl is not a JSONL file that exists"), ("--dataset BAD", "nor a hub dataset"),
+    ("--dataset BAD/nothere.jsonl", "nothere.jsonl is not a file that exists"), ("--dataset BAD", "nor a hub dataset"),
     ("--dataset BAD/empty.jsonl", "empty.jsonl has no prompt"), ("--dataset BAD/blank.jsonl", "blank.jsonl has no prompt"),
     ("--dataset BAD/torn.jsonl", "torn.jsonl line 2 is not JSON"), ("--dataset BAD/pretty.jsonl", "pretty.jsonl line 1 is not JSON"),
     ("--dataset BAD/array.jsonl", "array.jsonl line 1 has no"), ("--dataset BAD/number.jsonl", "number.jsonl line 1 has no"),
@@ -124,6 +135,14 @@ THINGS = [  # BAD is the folder above
     ("--reward-fn exact_match --dataset BAD/noanswer.jsonl", 'need a column "answer"'),
     ("--reward-fn exact_match --dataset BAD/nullanswer.jsonl", 'need a column "answer"'),
     ("--reward-fn math_answer --dataset BAD/word.jsonl", "math_answer can't judge the answer 'east'"),
+    ("--reward-fn exact_match --dataset BAD/listanswer.jsonl", 'need a column "answer"'), ("--dataset BAD/twice.csv", "names a column twice"),
+    ("--dataset BAD/empty.csv", "line 2: the prompt is empty"), ("--dataset BAD/emptytext.jsonl", "line 1: the prompt is empty"),
+    ("--system-prompt x --chat-template BAD/fine.jinja --dataset BAD/parts.jsonl", "line 1 has no"),
+    ("--system-prompt x --chat-template BAD/fine.jinja --dataset BAD/answered.jsonl", "ends with a message of the assistant"),
+    ("--model BAD/small", "they don't belong together"), ("--reward-weights inf", "--reward-weights must be finite"),
+    ("--entropy-coef nan", "--entropy-coef must be finite"), ("--reward-fn BAD/quits.py:score", "reward score raised SystemExit: 0"),
+    ("--reward-fn BAD/dict.py:score", "not a list,"), ("--reward-fn BAD/scalar.py:score", "not a list,"), ("--device meta", "--device meta can't be used"),
+    ("--resume BAD/corrupt", "state.pt can't be read"), ("--output-dir BAD/mine", "already holds a run"),
     ("--reward-fn exact_match exact_match", "a reward is given twice"), ("--reward-weights 1 2 3", "--reward-weights has 3 numbers for 1 rewards"),
     ("--track wandb", "pip install wandb"),
     ("--resume BAD/nothere", "nothere is not a run folder"), ("--resume BAD/nothing", "nothing is not a run folder"),
@@ -155,7 +174,7 @@ def test_what_is_no_flag_or_no_value_of_it(flags, culprit, capsys):
 def test_what_cannot_work_ends_in_one_sentence(flags, sentence, bad, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before, words = listing(bad), [word.replace("BAD", str(bad)) for word in flags.split()]
-    if "--resume" not in words:
+    if "--resume" not in words and "--output-dir" not in words:
         words += ["--num-steps", "2"] * ("--num-steps" not in words) + ["--output-dir", str(tmp_path / "run")]
     if "--dataset" not in words:
         words += ["--dataset", str(bad / "ok.jsonl")]
