@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FAST_FIRST = "functions oracles enumeration ladder common loops traps invariances jobs models scripts".split()
+FAST_FIRST = "functions oracles enumeration ladder common loops traps invariances jobs models faults scripts".split()
 GROUPED = ("grpo.py", "gspo.py", "cispo.py")
 
 MUTANTS = [  # (files, which get the same edit, one mutant each; what stands there; what is put in its place)
@@ -74,6 +74,21 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "return model.to(device).eval().requires_grad_(trainable)", "return model.to(device).train().requires_grad_(trainable)"),
     ("common.py", 'kwargs |= {"dtype": torch.float32, "use_safetensors": True}', 'kwargs |= {"use_safetensors": True}'),
     ("common.py", "return scatter_tokens(self.head(hidden[keep].float())[:, 0]", "return scatter_tokens(self.head(hidden[keep.roll(1, 1)].float())[:, 0]"),
+    # evaluation, checkpoints, rewards of a user's own job
+    ("common.py", 'batch["rewards"].view(-1, num_samples).amax(1)', 'batch["rewards"].view(-1, num_samples).mean(1)'),
+    ("common.py", 'eval_metrics["eval_reward"] > state.get("best", -math.inf)', 'eval_metrics["eval_reward"] < state.get("best", math.inf)'),
+    ("common.py", "first_row=first * num_samples", "first_row=first"),
+    ("common.py", "        if step > 0:\n            save_model", "        if True:\n            save_model"),
+    ("common.py", 'messages = conversation(row["prompt"], system_prompt)\n        if', 'messages = row["prompt"]\n        if'),
+    ("common.py", "ids := logits.argmax(-1)", "ids := logits.argmin(-1)"),
+    ("common.py", "layer.forward = partial(checkpointed, layer.forward)", "pass"),
+    ("common.py", "        signal.setitimer(signal.ITIMER_REAL, 0)\n", ""),
+    ("common.py", "except (Exception, SystemExit, TimeUp) as fault:", "except Exception as fault:"),
+    ("common.py", "checkpoints(run_folder)[:-keep] if keep", "checkpoints(run_folder)[keep:] if keep"),
+    ("common.py", 'row["step"] <= start > 0', "True"),
+    ("common.py", "rows = copy.deepcopy([p.row for p in prompts])", "rows = [p.row for p in prompts]"),
+    ("common.py", 'Fraction(match[1] + match[2].replace(",", ""))', 'Fraction(match[2].replace(",", ""))'),
+    ("common.py", 'places = [divmod(state["consumed"] + i, len(prompts)) for i in range(count)]', "places = [divmod(i, len(prompts)) for i in range(count)]"),
     # reinforce
     ("reinforce.py", "running = rewards[:, t] + gamma * running", "running = rewards[:, t] + running"),
     ("reinforce.py", "returns[0] + (apart.sum() - apart) / (len(returns) - 1)", "returns.mean()"),
@@ -134,7 +149,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     (GROUPED, "return ((length - (max_new_tokens - buffer)) / buffer).clamp(0, 1)", "return ((length - buffer) / buffer).clamp(0, 1)"),
     (GROUPED, 'minibatch["mask"] * ~(minibatch["truncated"] & args.mask_truncated)[:, None]', 'minibatch["mask"]'),
     ("grpo.py", 'batch["advantages"] /= rewards.std() + 1e-4', "pass"),
-    ("grpo.py", "batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh))", "batch = concatenate(fresh | score(reward_fns, fresh), batch)"),
+    ("grpo.py", "batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh, step))", "batch = concatenate(fresh | score(reward_fns, fresh, step), batch)"),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "loss = loss - args.entropy_coef *", "loss = loss + args.entropy_coef *"),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "            optimizer.zero_grad()\n", ""),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "load_reference(policy, args.model, device, dtype) if args.kl_coef else None", "policy if args.kl_coef else None"),
