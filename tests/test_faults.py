@@ -137,3 +137,27 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path, capsy
     run_command(["gspo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
     assert "has no checkpoint yet: the run begins anew" in capsys.readouterr().out
     assert without_times(metrics_of(tmp_path / "run")) == without_times(whole)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("ppo", ADDITION | {"shared_backbone": True, "kl_target": 0.001, "kl_horizon": 20}),
+    ("ppo", {"num_epochs": 2}),  # the learned reward, from which the value model starts
+    ("grpo", ADDITION | {"dynamic_sampling": 2, "lr_schedule": "cosine"}),
+    ("rloo", {"minibatch_size": None, "gradient_checkpointing": True}),
+])  # fmt: skip
+def test_what_is_resumed_ends_as_if_never_stopped(name, options, tmp_path):
+    """Stopped after the second of four steps, with the best evaluation so far, the adaptive coefficient and the position in the data."""
+    options = SMALL | options | {"num_steps": 4, "eval_every": 1, "save_every": 2, "lr": 1e-3, "keep": 0}
+    whole = train(name, tmp_path / "whole", **options)
+    train(name, tmp_path / "parts", **options)
+    for folder in ("checkpoint-4", "final", "best"):
+        if (tmp_path / "parts" / folder).exists():
+            (tmp_path / "parts" / folder).rename(tmp_path / f"gone-{folder}")
+    run_command([f"{name}.py", "--resume", str(tmp_path / "parts")])
+    assert without_times(metrics_of(tmp_path / "parts")) == without_times(whole)
+    one, other = weights_of(tmp_path / "whole" / "final"), weights_of(tmp_path / "parts" / "final")
+    assert all(torch.equal(one[k], other[k]) for k in one)
+    states = [torch.load(tmp_path / run / "checkpoint-4" / "state.pt", weights_only=True) for run in ("whole", "parts")]
+    assert states[0]["best"] == states[1]["best"] == max(row["eval_reward"] for row in whole)
+    if name == "ppo" and "kl_target" in options:
+        assert len({row["kl_coef"] for row in whole[1:]}) > 1
