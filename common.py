@@ -1192,8 +1192,10 @@ def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> No
         for path in [*unfinished.rglob("*"), unfinished]:
             sync(path)
     except Exception as error:  # safetensors and torch have their own for a full disk
+        left = shutil.disk_usage(folder.parent).free / 2**20
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise InputError(f"{folder} could not be saved ({error}); what was saved before is still there") from error
+        why = f"{' '.join(str(error).split())}; {left:.0f} MB were left on the disk"
+        raise InputError(f"{folder} could not be saved ({why}); what was saved before is still there") from error
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
