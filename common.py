@@ -1344,11 +1344,11 @@ def describe(
             f"the longest prompt ({longest} tokens) and --max-new-tokens {max_new_tokens} exceed the model's {positions} positions"
         )
     embeddings, ids = models["policy"].get_input_embeddings().num_embeddings, stop_token_ids(models["policy"], tokenizer)
-    if (largest := max(i for p in [*prompts, *eval_prompts] for i in [*p.ids, *ids])) >= embeddings:
+    if (largest := max(*ids, *(max(p.ids) for p in prompts + eval_prompts))) >= embeddings:
         raise InputError(f"the tokenizer gives the id {largest}, but the model has {embeddings} embeddings; they don't belong together")
     for reward in reward_fns:
         if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
-            reward.fn(*zip(*((p.text, "", p.row) for p in [*prompts, *eval_prompts])))
+            reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
     print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:

