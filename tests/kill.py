@@ -65,7 +65,7 @@ def run(script, data: Path, folder: Path, rng: random.Random | None, budget: int
     while True:
         child = start(script, words)
         if kills < budget:
-            time.sleep(rng.uniform(0.1, 1.2))
+            time.sleep(rng.uniform(0.1, 0.8))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         if os.WIFEXITED(status):

@@ -292,8 +292,8 @@ def test_tied_weights_stay_tied_and_are_trained_once(tmp_path, monkeypatch):
     monkeypatch.setattr(SCRIPTS["rloo"], "save_model", lambda folder, policy, *args: policies.append(policy) or save(folder, policy, *args))
     train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 2, "lr": 1e-3})
     train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 3, "lr": 1e-3, "resume": str(tmp_path / "run")})
-    assert len(policies) == 4 and policies[0] is policies[1] is not policies[2]
-    for step, policy in ((2, policies[0]), (3, policies[2])):
+    assert len(policies) == 2  # final/ of the run and of the resumed run
+    for step, policy in zip((2, 3), policies):
         folder = tmp_path / "run" / f"checkpoint-{step}"
         loaded = common.load_policy(str(folder), CPU, torch.float32)
         assert policy.lm_head.weight is policy.model.embed_tokens.weight and loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -384,7 +384,7 @@ def test_a_gradient_that_is_not_finite_stops_in_its_step_and_is_named(name, tmp_
 
 def test_an_infinite_reward_stops_its_step(tmp_path):
     reward = reward_file(tmp_path, "float('inf') if len(calls) == 3 else 1.0", before="calls.append(0)")  # evaluation, step 1, step 2
-    with pytest.raises(InputError, match="reward score returned inf, not a finite number, for prompt .*, completion "):
+    with pytest.raises(InputError, match="reward score returned inf, not a finite number, in step 2 for prompt .*, completion "):
         train("grpo", tmp_path / "run", **SMALL | ADDITION | reward | {"save_every": 1, "eval_every": 0})
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
