@@ -165,6 +165,7 @@ CASES = [
     ("ppo", {"shared_backbone": True, "missing_eos_penalty": 0.5, "normalize_rewards": True, "aggregation": "sequence",
              "entropy_coef": 0.3, "max_new_tokens": 3}),
     ("ppo", {"minibatch_size": None, "temperature": 0.7, "kl_target": 0.1, "kl_horizon": 50, "is_correction_cap": 1.02, "clip_high": 0.3}),
+    ("ppo", {"shared_backbone": True, "minibatch_size": None}),
     ("grpo", {}),
     ("grpo", {"max_grad_norm": 0.05}),
     ("grpo", {"scale_rewards": "none", "aggregation": "constant", "kl_estimator": "k1", "num_epochs": 2, "clip_high": 0.3}),
