@@ -169,14 +169,14 @@ CASES = [
     ("grpo", {}),
     ("grpo", {"max_grad_norm": 0.05}),
     ("grpo", {"scale_rewards": "none", "aggregation": "constant", "kl_estimator": "k1", "num_epochs": 2, "clip_high": 0.3}),
-    ("grpo", {"scale_rewards": "batch", "aggregation": "token", "kl_coef": 0.0, "overlong_buffer": 2, "mask_truncated": True,
-              "entropy_coef": 0.3, "max_new_tokens": 3}),
+    ("grpo", {"scale_rewards": "batch", "aggregation": "token", "kl_coef": 0.0, "overlong_buffer": 5, "mask_truncated": True,
+              "entropy_coef": 0.3, "max_new_tokens": 5, "temperature": 1.5}),
     ("grpo", {"minibatch_size": None, "temperature": 0.7, "normalize_rewards": True, "kl_estimator": "k2", "is_correction_cap": 1.02}),
     ("gspo", {"clip_low": 0.02, "clip_high": 0.03}),
-    ("gspo", {"max_grad_norm": 0.05, "overlong_buffer": 2, "entropy_coef": 0.3, "scale_rewards": "none", "max_new_tokens": 3,
+    ("gspo", {"max_grad_norm": 0.05, "overlong_buffer": 5, "entropy_coef": 0.3, "scale_rewards": "none", "max_new_tokens": 5, "temperature": 1.5,
               "clip_low": 0.02, "clip_high": 0.03}),
-    ("cispo", {"max_grad_norm": 0.05, "overlong_buffer": 2, "entropy_coef": 0.3, "mask_truncated": True, "normalize_rewards": True,
-               "max_new_tokens": 3}),
+    ("cispo", {"max_grad_norm": 0.05, "overlong_buffer": 5, "entropy_coef": 0.3, "mask_truncated": True, "normalize_rewards": True,
+               "max_new_tokens": 5, "temperature": 1.5}),
     ("gspo", {"kl_coef": 0.3, "aggregation": "token", "temperature": 1.5, "mask_truncated": True, "clip_low": 0.02, "clip_high": 0.03,
               "max_new_tokens": 3}),
     ("cispo", {"clip_high": 0.1}),
@@ -237,7 +237,7 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
     score = {}
     exec(REWARD, score)
     gradients, minibatch_rows, lrs = (iter(recorded[key]) for key in ("gradients", "rows", "lrs"))
-    clipped = truncated = 0.0
+    clipped = truncated = uneven = 0
     for sampled, found, share in zip(recorded["batches"], metrics, (0.5, 1.0), strict=True):
         lengths = [int(n) for n in sampled["mask"].sum(1)]
         starts, ids = sampled["prompt_length"].tolist(), sampled["input_ids"].tolist()
@@ -259,6 +259,7 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
             batch.ref_logprobs = [[x.item() for x in logprobs_of(reference, *pair, args.temperature)[0]] for pair in pairs]
             batch.old_logprobs = [[x.item() for x in logprobs_of(policy, *pair, args.temperature)[0]] for pair in pairs]
             batch.values = [[v.item() for v in values(*pair)] for pair in pairs] if name == "ppo" else None
+        uneven |= any(len(set(lengths[i : i + 3])) > 1 for i in range(0, 12, 3))
         advantages, returns = naive_advantages(name, args, batch, kl_coef)
         totals = dict.fromkeys(("entropy", "weights", "ratio_mean", "clip_fraction", "value_loss"), 0.0)
         losses, norms, value_norms = [], [], []
@@ -305,3 +306,4 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
     assert not any(list(x) for x in (gradients, minibatch_rows))  # the script took no further step
     assert clipped > 0 or name in ("reinforce", "rloo") or updates == 1 or args.max_grad_norm < 1  # the test reaches the clip
     assert 0 < truncated < 2 or args.max_new_tokens > 3
+    assert uneven or not getattr(args, "overlong_buffer", 0)  # a penalty that a whole group shares would cancel
