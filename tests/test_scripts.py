@@ -100,7 +100,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit(name, tmp_path):
     """Addition with 20 prompts, so that the epochs turn over; 5 steps in one go, again, and 3 then 2 more."""
     data = tmp_path / "twenty.jsonl"
     data.write_text("".join(ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines(True)[:20]))
-    options = SMALL | ADDITION | {"dataset": str(data), "num_epochs": 2 if name in ("ppo", "grpo") else 1}
+    options = SMALL | ADDITION | {"dataset": str(data), "num_epochs": 2 if name in ("ppo", "grpo") else 1, "kl_coef": 0.05}
     if name in ("reinforce", "rloo"):
         options["minibatch_size"] = None
     whole = train(name, tmp_path / "whole", **options | {"num_steps": 5})
