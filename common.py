@@ -150,6 +150,10 @@ def check_ranges(args) -> None:
         raise InputError(f"--is-correction-cap must be 1 or more, or 0 (off), not {args.is_correction_cap}")
 
 
+def one_line(text) -> str:
+    return " ".join(str(text).split())
+
+
 def optional(package: str, needed_by: str):
     """Import a package that is not in requirements.txt."""
     try:
@@ -215,7 +219,7 @@ def pretrained(kind, path: str, **kwargs):
     try:
         return kind.from_pretrained(locate(path), **kwargs)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} could not be loaded: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path} could not be loaded: {one_line(error)}") from None
 
 
 def load_tokenizer(path: str, chat_template: str | None = None):
@@ -270,7 +274,7 @@ def load_policy(
     model = prepare(model, device, dtype, not lora_rank, gradient_checkpointing)
     if lora_rank:
         peft = optional("peft", "--lora-rank")
-        model.name_or_path = str(Path(locate(path)).resolve()) if Path(locate(path)).exists() else path  # final/ finds it from anywhere
+        model.name_or_path = absolute(locate(path))  # final/ finds it from anywhere
         if checkpoint:
             model = peft.PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
         else:
@@ -770,7 +774,7 @@ def load_reward_fn(spec: str, called: str = "", timeout: float = 0.0) -> Callabl
     try:
         loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"--reward-fn {spec} could not be loaded: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise InputError(f"--reward-fn {spec} could not be loaded: {type(error).__name__}: {one_line(error)}") from error
     fn = getattr(module, name, None)
     if not callable(fn):
         raise InputError(f"--reward-fn {spec}: {path} has no function {name}")
@@ -806,7 +810,7 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
     def fault_of(*args) -> tuple[object, BaseException | None]:
         try:
             with time_limit(timeout):
-                return fn(*args), None
+                return fn(*copy.deepcopy(args)), None  # it may edit what it gets
         except (Exception, SystemExit, TimeUp) as fault:
             return None, fault
 
@@ -821,7 +825,7 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
                 fault, where = alone, f"prompt {prompt!r}, completion {completion!r}"
                 break
         lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == file]
-        what = f"{type(fault).__name__}: {' '.join(str(fault).split())}" + (f" ({Path(file).name} line {lines[-1]})" if lines else "")
+        what = f"{type(fault).__name__}: {one_line(fault)}" + (f" ({Path(file).name} line {lines[-1]})" if lines else "")
         raise InputError(f"reward {name} raised {what} for {where}") from fault
 
     return call
@@ -896,8 +900,7 @@ def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
     prompts, completions = batch["prompts"], batch["completions"]
     each = {}
     for name, weight, fn, _ in reward_fns:
-        rows = copy.deepcopy([p.row for p in prompts])  # a function may edit what it gets
-        values = fn([p.text for p in prompts], list(completions), rows)
+        values = fn([p.text for p in prompts], completions, [p.row for p in prompts])
         is_list = hasattr(values, "__len__") and not isinstance(values, (dict, set, str)) and getattr(values, "ndim", 1) == 1
         if not is_list or len(values) != len(completions):
             found = f"{len(values)} scores" if is_list else f"{str(values):.60}, not a list,"
@@ -955,7 +958,7 @@ def read_rows(dataset: str) -> list[tuple[str, dict]]:
             else:
                 table = load_dataset(name, *config[:-1], split=config[-1])
         except Exception as error:
-            raise InputError(f"dataset {dataset} could not be loaded: {' '.join(str(error).split())}") from error
+            raise InputError(f"dataset {dataset} could not be loaded: {one_line(error)}") from error
         return [(f"{dataset} row {i}", row) for i, row in enumerate(table)]
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -1158,15 +1161,16 @@ def lr_factor(step: int, warmup_steps: int, schedule: str, num_steps: int) -> fl
 
 def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     """The newest complete checkpoint of a run folder and its state; of a new run: None, and step 0 with no prompt consumed."""
+    anew = None, {"step": 0, "consumed": 0}
     if run_folder is None:
-        return None, {"step": 0, "consumed": 0}
+        return anew
     for old in Path(run_folder).glob(".*.old"):  # the process died between two names
         if not (folder := old.with_name(old.name[1:-4])).exists() and not old.name.startswith(".checkpoint"):
             old.rename(folder)
     found = checkpoints(Path(run_folder))
     if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
         print(f"{run_folder} has no checkpoint yet: the run begins anew")
-        return None, {"step": 0, "consumed": 0}
+        return anew
     if not found:
         raise InputError(f"--resume {run_folder} holds no complete checkpoint (checkpoint-STEP/state.pt)")
     try:
@@ -1194,7 +1198,7 @@ def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> No
     except Exception as error:  # safetensors and torch have their own for a full disk
         left = shutil.disk_usage(folder.parent).free / 2**20
         shutil.rmtree(unfinished, ignore_errors=True)
-        why = f"{' '.join(str(error).split())}; {left:.0f} MB were left on the disk"
+        why = f"{one_line(error)}; {left:.0f} MB were left on the disk"
         raise InputError(f"{folder} could not be saved ({why}); what was saved before is still there") from error
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -87,7 +87,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "except (Exception, SystemExit, TimeUp) as fault:", "except Exception as fault:"),
     ("common.py", "checkpoints(run_folder)[:-keep] if keep", "checkpoints(run_folder)[keep:] if keep"),
     ("common.py", 'row["step"] <= start > 0', "True"),
-    ("common.py", "rows = copy.deepcopy([p.row for p in prompts])", "rows = [p.row for p in prompts]"),
+    ("common.py", "fn(*copy.deepcopy(args))", "fn(*args)"),
     ("common.py", 'Fraction(match[1] + match[2].replace(",", ""))', 'Fraction(match[2].replace(",", ""))'),
     ("common.py", 'places = [divmod(state["consumed"] + i, len(prompts)) for i in range(count)]', "places = [divmod(i, len(prompts)) for i in range(count)]"),
     # reinforce
