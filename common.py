@@ -1274,8 +1274,8 @@ class Logger:
         config = dict(config)
         if not config["resume"] and [name for name in self.dir.glob("*") if re.fullmatch(RUN_FILES, name.name)]:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
-        if start >= self.num_steps:
-            raise InputError(f"--resume {self.dir}: the run has its {start} steps already; raise --num-steps {self.num_steps}")
+        if start > self.num_steps:  # at num_steps the process may have died before final/ was written
+            raise InputError(f"--resume {self.dir}: the run has {start} steps already, more than --num-steps {self.num_steps}")
         self.track = open_tracker(config["track"], name, self.dir, config)
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder

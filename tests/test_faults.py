@@ -161,3 +161,14 @@ def test_what_is_resumed_ends_as_if_never_stopped(name, options, tmp_path):
     assert states[0]["best"] == states[1]["best"] == max(row["eval_reward"] for row in whole)
     if name == "ppo" and "kl_target" in options:
         assert len({row["kl_coef"] for row in whole[1:]}) > 1
+
+
+def test_a_run_that_died_between_its_last_checkpoint_and_final_gets_its_final(tmp_path):
+    train("grpo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 2})
+    whole, rows = weights_of(tmp_path / "run" / "final"), metrics_of(tmp_path / "run")
+    (tmp_path / "run" / "final").rename(tmp_path / "gone")
+    run_command(["grpo.py", "--resume", str(tmp_path / "run")])
+    final = weights_of(tmp_path / "run" / "final")
+    assert all(torch.equal(final[k], whole[k]) for k in whole) and metrics_of(tmp_path / "run") == rows
+    with pytest.raises(SystemExit, match="the run has 2 steps already, more than --num-steps 1"):
+        run_command(["grpo.py", "--resume", str(tmp_path / "run"), "--num-steps", "1"])
