@@ -150,7 +150,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     (GROUPED, "return ((length - (max_new_tokens - buffer)) / buffer).clamp(0, 1)", "return ((length - buffer) / buffer).clamp(0, 1)"),
     (GROUPED, 'minibatch["mask"] * ~(minibatch["truncated"] & args.mask_truncated)[:, None]', 'minibatch["mask"]'),
     ("grpo.py", 'batch["advantages"] /= rewards.std() + 1e-4', "pass"),
-    ("grpo.py", "batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh, step))", "batch = concatenate(fresh | score(reward_fns, fresh, step), batch)"),
+    (GROUPED, "batch = concatenate(select(batch, live), fresh | score(reward_fns, fresh, step))", "batch = select(batch, live)"),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "loss = loss - args.entropy_coef *", "loss = loss + args.entropy_coef *"),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "            optimizer.zero_grad()\n", ""),
     (("reinforce.py", "rloo.py", "ppo.py", *GROUPED), "load_reference(policy, args.model, device, dtype) if args.kl_coef else None", "policy if args.kl_coef else None"),

@@ -162,14 +162,20 @@ def test_options_run(name, options, tmp_path):
     assert ("kl" in rows[1]) == (options.get("kl_coef", SCRIPTS[name].Args.kl_coef) != 0)
 
 
-def test_dynamic_sampling_replaces_groups_without_signal(tmp_path):
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_dynamic_sampling_replaces_groups_without_signal(name, tmp_path, monkeypatch):
     """Half the prompts can't be answered, so about half of the groups are dead: refilled, no group without signal is left."""
     rows = [json.loads(line) for line in ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines()[:40]]
     data = tmp_path / "half.jsonl"
     data.write_text("".join(json.dumps(row | {"answer": row["answer"] if i % 2 else "no"}) + "\n" for i, row in enumerate(rows)))
     options = SMALL | ADDITION | {"dataset": str(data), "num_steps": 2}
-    plain = train("grpo", tmp_path / "plain", **options)
-    refilled = train("grpo", tmp_path / "refilled", **options | {"dynamic_sampling": 20})
+    plain = train(name, tmp_path / "plain", **options)
+    trained, minibatches = [], common.minibatches
+    monkeypatch.setattr(SCRIPTS[name], "minibatches", lambda batch, *args, **kwargs: trained.append(batch) or minibatches(batch, *args, **kwargs))
+    refilled = train(name, tmp_path / "refilled", **options | {"dynamic_sampling": 20})
+    for batch in trained:  # as many rows as were asked for, the rows of a group still side by side, and a signal in each group
+        assert len(batch["mask"]) == len(batch["prompts"]) == 16 and not common.no_signal(batch["rewards"], 4).any()
+        assert all(len({p.text for p in batch["prompts"][i : i + 4]}) == 1 for i in range(0, 16, 4))
     assert plain[1]["reward"] == refilled[1]["reward"]  # what is logged is what was sampled, not what was kept
     assert plain[1]["no_signal_fraction"] == refilled[1]["no_signal_fraction"] > 0
     assert plain[1]["loss"] != refilled[1]["loss"]
