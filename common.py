@@ -209,9 +209,9 @@ def locate(path: str) -> str:
     return str(beside) if not Path(path).exists() and beside.exists() else path
 
 
-def pretrained(kind, path: str, **kwargs):
-    """kind.from_pretrained of a folder or a hub id; weights in float32, from safetensors only; no code of the model's is run."""
-    kwargs |= {"trust_remote_code": False}
+def pretrained(kind, path: str, trust_remote_code: bool = False, **kwargs):
+    """kind.from_pretrained of a folder or a hub id; float32 weights, from safetensors only; its own code is run only if trusted."""
+    kwargs |= {"trust_remote_code": trust_remote_code}
     if "CausalLM" in kind.__name__ or "Classification" in kind.__name__:
         kwargs |= {"dtype": torch.float32, "use_safetensors": True}
     if not Path(locate(path)).exists() and (path.count("/") > 1 or path[0] in "./~"):
@@ -219,12 +219,14 @@ def pretrained(kind, path: str, **kwargs):
     try:
         return kind.from_pretrained(locate(path), **kwargs)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(f"{path} brings Python code of its own; read it, and if you trust it, add --trust-remote-code") from None
         raise InputError(f"{path} could not be loaded: {one_line(error)}") from None
 
 
-def load_tokenizer(path: str, chat_template: str | None = None):
+def load_tokenizer(path: str, chat_template: str | None = None, trust_remote_code: bool = False):
     """The model's own tokenizer, with the chat template of a Jinja file if one is given."""
-    tokenizer = pretrained(AutoTokenizer, path)
+    tokenizer = pretrained(AutoTokenizer, path, trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {path} has no eos_token, so no completion could ever end; set one in its tokenizer_config.json")
     if chat_template:
@@ -259,7 +261,7 @@ def checkpointed(forward: Callable, *args, **kwargs):
 
 def load_policy(
     path: str, device: torch.device, dtype: torch.dtype,
-    checkpoint: str | None = None, lora_rank: int = 0, gradient_checkpointing: bool = False, seed: int = 0,
+    checkpoint: str | None = None, lora_rank: int = 0, gradient_checkpointing: bool = False, seed: int = 0, trust_remote_code: bool = False,
 ):  # fmt: skip
     """A causal language model to be trained, from a folder or a hub id or, in a resumed run, from its checkpoint.
 
@@ -270,7 +272,7 @@ def load_policy(
         raise InputError(f"--model {path} is an adapter; merge it first (peft: AutoPeftModelForCausalLM, merge_and_unload) and save that")
     if checkpoint and adapter_rank(checkpoint) != lora_rank:
         raise InputError(f"--lora-rank {lora_rank}: the run to be resumed has {adapter_rank(checkpoint)}")
-    model = pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path)
+    model = pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path, trust_remote_code)
     model = prepare(model, device, dtype, not lora_rank, gradient_checkpointing)
     if lora_rank:
         peft = optional("peft", "--lora-rank")
@@ -306,17 +308,17 @@ class WithoutAdapter:
         return (p for p in self.policy.parameters() if not p.requires_grad)
 
 
-def load_reference(policy, path: str, device: torch.device, dtype: torch.dtype):
+def load_reference(policy, path: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
     """The frozen model that the policy started from."""
     if hasattr(policy, "disable_adapter"):
         return WithoutAdapter(policy)
-    return prepare(pretrained(AutoModelForCausalLM, path), device, dtype, trainable=False)
+    return prepare(pretrained(AutoModelForCausalLM, path, trust_remote_code), device, dtype, trainable=False)
 
 
-def load_reward_model(path: str, device: torch.device, dtype: torch.dtype):
+def load_reward_model(path: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
     """A sequence-classification model with one label."""
     options = {"num_labels": 1, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, info = pretrained(AutoModelForSequenceClassification, path, **options)
+    model, info = pretrained(AutoModelForSequenceClassification, path, trust_remote_code, **options)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise InputError(
             f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1"
@@ -342,19 +344,22 @@ class ValueModel(torch.nn.Module):
 
 def load_value_model(
     path: str | None, model: str, reward_fns: list[Reward], tokenizer,
-    device: torch.device, dtype: torch.dtype, gradient_checkpointing: bool = False,
+    device: torch.device, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False,
 ) -> ValueModel:  # fmt: skip
     """From path, else from the reward model if it reads the policy's own token ids, else from the policy."""
     starts = [reward.model.name_or_path for reward in reward_fns if reward.model and reward.weight]
-    starts = [start for start in starts if pretrained(AutoTokenizer, start).get_vocab() == tokenizer.get_vocab()]
-    if path and pretrained(AutoTokenizer, path).get_vocab() != tokenizer.get_vocab():
+    starts = [start for start in starts if pretrained(AutoTokenizer, start, trust_remote_code).get_vocab() == tokenizer.get_vocab()]
+    if path and pretrained(AutoTokenizer, path, trust_remote_code).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"--value-model {path} has another tokenizer than the policy, whose token ids it would have to read")
     path = path or (starts + [model])[0]
-    kinds = pretrained(AutoConfig, path).architectures or []
+    kinds = pretrained(AutoConfig, path, trust_remote_code).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
-    source = load_reward_model(path, device, dtype) if is_classifier else pretrained(AutoModelForCausalLM, path)
-    if source.get_input_embeddings().num_embeddings < pretrained(AutoConfig, model).get_text_config().vocab_size:
+    if is_classifier:
+        source = load_reward_model(path, device, dtype, trust_remote_code)
+    else:
+        source = pretrained(AutoModelForCausalLM, path, trust_remote_code)
+    if source.get_input_embeddings().num_embeddings < pretrained(AutoConfig, model, trust_remote_code).get_text_config().vocab_size:
         raise InputError(f"the value model {path} has fewer embeddings than the policy; name another with --value-model")
     with torch.no_grad():
         one, other = (source.base_model(torch.tensor([[0, i]], device=source.device)).last_hidden_state[0, 0] for i in (0, 1))
@@ -873,7 +878,7 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
 
 def load_rewards(
     reward_model: str | None, reward_fn: tuple, reward_weights: tuple, timeout: float, system_prompt: str | None,
-    device, dtype, batch_tokens: int,
+    device, dtype, batch_tokens: int, trust_remote_code: bool = False,
 ) -> list[Reward]:  # fmt: skip
     """The reward model first, then the functions, each with its weight (1 by default; 0: only watched)."""
     if not reward_model and not reward_fn:
@@ -886,7 +891,8 @@ def load_rewards(
         raise InputError(f"a reward is given twice: {', '.join(specs)}; give it once, with --reward-weights")
     rewards = []
     if reward_model:
-        model, tokenizer = load_reward_model(reward_model, device, dtype), pretrained(AutoTokenizer, reward_model)
+        model = load_reward_model(reward_model, device, dtype, trust_remote_code)
+        tokenizer = pretrained(AutoTokenizer, reward_model, trust_remote_code)
         rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens, system_prompt), model))
     names = [spec.rpartition(":")[2] for spec in reward_fn]
     for spec, name, weight in zip(reward_fn, names, weights[len(rewards) :]):

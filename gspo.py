@@ -49,6 +49,7 @@ class Args:
     debug: bool = False  # show the traceback of an error
     # task and models
     model: str = "tiny/policy"  # causal language model, a folder or a hub id
+    trust_remote_code: bool = False  # run the Python code that a model's folder or hub page brings: it can do anything you can
     lora_rank: int = 0  # train a low-rank adapter of this rank (needs peft); 0: all weights
     gradient_checkpointing: bool = False  # recompute layers in the backward pass: less memory, a third more time
     reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
@@ -130,11 +131,12 @@ def main(args: Args) -> None:
         raise InputError(f"--overlong-buffer {args.overlong_buffer} is longer than --max-new-tokens {args.max_new_tokens}")
     device, dtype = pick_device(args.device, args.dtype)
     checkpoint, state = load_checkpoint(args.resume)
-    tokenizer = load_tokenizer(args.model, args.chat_template)
-    policy = load_policy(args.model, device, dtype, checkpoint, args.lora_rank, args.gradient_checkpointing, args.seed)
-    reference = load_reference(policy, args.model, device, dtype) if args.kl_coef else None
+    tokenizer = load_tokenizer(args.model, args.chat_template, args.trust_remote_code)
+    policy_args = args.lora_rank, args.gradient_checkpointing, args.seed, args.trust_remote_code
+    policy = load_policy(args.model, device, dtype, checkpoint, *policy_args)
+    reference = load_reference(policy, args.model, device, dtype, args.trust_remote_code) if args.kl_coef else None
     reward_args = args.reward_model, args.reward_fn, args.reward_weights, args.reward_timeout, args.system_prompt
-    reward_fns = load_rewards(*reward_args, device, dtype, args.microbatch_tokens)
+    reward_fns = load_rewards(*reward_args, device, dtype, args.microbatch_tokens, args.trust_remote_code)
     prompts = load_prompts(args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
     eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)

@@ -56,6 +56,32 @@ def test_a_vocabulary_larger_than_the_tokenizers_no_pad_token_and_several_stop_t
     assert kept.eos_token_id == [1, 600, 601, 602] and kept.top_k == 1 and kept.temperature == 0.1
 
 
+def test_code_that_a_model_brings_is_run_only_if_trusted(tokenizer, tmp_path, capsys, monkeypatch):
+    """Not for the policy, the reference, the value model or the tokenizer; then a run, its checkpoint and its final/ work with the flag."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    random_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "mine.py").write_text(
+        f"open({str(ran)!r}, 'a').write('x')\nfrom transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class MyConfig(LlamaConfig):\n    model_type = 'mine'\n\n\nclass MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mine", "architectures": ["MyModel"]}
+    config["auto_map"] = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = f"ppo.py --model {folder} --dataset {ADDITION['dataset']} --reward-fn exact_match --max-new-tokens 4 --num-steps 1".split()
+    words += ["--num-prompts", "2", "--output-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        run_command(words)
+    assert "add --trust-remote-code" in end.value.code and not ran.exists()
+    run_command([*words, "--trust-remote-code"])
+    assert ran.exists() and (tmp_path / "run" / "checkpoint-1" / "mine.py").exists()
+    run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
+    assert len(metrics_of(tmp_path / "run")) == 3
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)).__name__ == "MyModel"
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_recomputed_layers_change_memory_and_nothing_else(name, first_step):  # noqa: F811
     same(first_step(name), first_step(name, gradient_checkpointing=True))
