@@ -4,6 +4,7 @@ Letters: N prompts per step, G completions per prompt, B = N * G rows (the G row
 A batch is a dict. Its tensors have B rows; its lists have B entries:
     input_ids      (B, L)  prompt, then completion, right-padded: no position or attention mask is needed to score it
     prompt_length  (B,)    column t of every (B, T) tensor is the token input_ids[prompt_length + t]
+    prompt_id      (B,)    rows of one number have the same prompt, which is then read once for all of them
     mask           (B, T)  1 up to and including the first stop token, 0 after it
     logprobs       (B, T)  log-probabilities of the completion tokens, as sampled
     truncated      (B,)    True where no stop token came within max_new_tokens
@@ -38,7 +39,7 @@ import torch.utils.checkpoint
 import tyro
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -181,6 +182,8 @@ def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"--device {device} can't be used here: {str(error).splitlines()[0]}") from None
+    if device == "cpu":  # transformers copies keys and values for every query head where there is a mask; on a CPU torch needs no copies
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     return torch.device(device), getattr(torch, dtype)
@@ -242,7 +245,7 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gr
     NOTE: transformers' own switch for gradient checkpointing (arXiv:1604.06174) only works in train mode, with dropout.
     NOTE: with bfloat16 weights a step of 1e-6 is rounded away; dtype is the autocast dtype of the forward passes alone.
     """
-    model.compute_dtype = dtype
+    model.compute_dtype, model.recomputed = dtype, gradient_checkpointing
     if gradient_checkpointing:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -298,7 +301,7 @@ class WithoutAdapter:
     """The policy with its adapter off: the model it started from, with no second copy of the weights."""
 
     def __init__(self, policy):
-        self.policy, self.compute_dtype = policy, policy.compute_dtype
+        self.policy, self.compute_dtype, self.config = policy, policy.compute_dtype, policy.config
 
     def __call__(self, *args, **kwargs):
         with self.policy.disable_adapter():
@@ -331,14 +334,14 @@ class ValueModel(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.trunk = model.base_model
+        self.trunk, self.config = model.base_model, model.config
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         self.head.weight.data = model.score.weight.data if hasattr(model, "score") else torch.zeros_like(self.head.weight)
 
     def forward(self, batch: dict) -> torch.Tensor:
-        keep = completion_positions(batch)
         with autocast(self):
-            hidden = self.trunk(input_ids=batch["input_ids"][:, :-1], use_cache=False).last_hidden_state
+            inputs, keep = completion_inputs(self, self.trunk, batch)
+            hidden = self.trunk(**inputs).last_hidden_state
         return scatter_tokens(self.head(hidden[keep].float())[:, 0], batch["mask"])  # (B, T)
 
 
@@ -398,6 +401,23 @@ def stop_token_ids(model, tokenizer) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])})
 
 
+class InPlaceLayer(DynamicLayer):
+    """A layer of a key-value cache with room for tokens to come: each is written there, where DynamicLayer copies all that came before."""
+
+    room = None, None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            return super().update(key_states, value_states)
+        n, new = self.keys.shape[-2], key_states.shape[-2]
+        if self.room[0] is None or self.keys.data_ptr() != self.room[0].data_ptr() or n + new > self.room[0].shape[-2]:
+            self.room = tuple(torch.nn.functional.pad(x, (0, 0, 0, new + 127)) for x in (self.keys, self.values))
+        for room, states in zip(self.room, (key_states, value_states)):
+            room[..., n : n + new, :] = states
+        self.keys, self.values = (room[..., : n + new, :] for room in self.room)
+        return self.keys, self.values
+
+
 def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids (B,) drawn from softmax(logits / temperature), and their log-probabilities (B,), by inverting the cumulative distribution.
 
@@ -406,10 +426,11 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
     """
     if temperature == 0:
         return (ids := logits.argmax(-1)), token_logprobs(logits, ids)
-    cumulative = torch.softmax(logits.float() / temperature, -1).to(uniform.dtype).cumsum(-1)  # (B, V)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)[:, 0]
-    return ids, token_logprobs(logits, ids, temperature)
+    shifted = scaled(logits, temperature) - logits.amax(-1, keepdim=True) / temperature  # (B, V), at most 0
+    cumulative = shifted.exp().cumsum(-1, dtype=uniform.dtype)  # (B, V)
+    total = cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[-1] - 1)
+    return ids[:, 0], (shifted.gather(1, ids) - total.log())[:, 0].to(shifted.dtype)
 
 
 def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Tensor, stops: torch.Tensor, temperature: float):
@@ -428,6 +449,7 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     inputs = pad_sequence(prompt_ids, batch_first=True, padding_side="left")
     cache = DynamicCache(config=policy.config)
+    cache.layers = [InPlaceLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     forward = partial(policy, cache=cache, use_cache=True, logits_to_keep=1)
     logits = forward(inputs, attention_mask=attention, position_ids=positions).logits[:, -1]
     prompt_of_row = torch.arange(len(prompt_ids), device=device).repeat_interleave(B // len(prompt_ids))
@@ -477,6 +499,7 @@ def generate(
             [torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True
         ),
         "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
+        "prompt_id": torch.arange(len(lengths), device=device) // (group_size if can_share_prompts(policy) else 1),
         "mask": (torch.arange(T, device=device) < length[:, None]).float(),
         "logprobs": logprobs[:, :T],
         "truncated": truncated,
@@ -504,6 +527,8 @@ def concatenate(first: dict, second: dict) -> dict:
         if isinstance(a, torch.Tensor) and a.dim() == 2:
             width = max(a.shape[1], b.shape[1])
             a, b = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b))
+        if k == "prompt_id":
+            b = b + a.max() + 1
         joined[k] = a + b if isinstance(a, list) else torch.cat([a, b])
     return joined
 
@@ -523,17 +548,34 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int | None, key: t
 def microbatches(batch: dict, microbatch_tokens: int):
     """Cut a batch into pieces of at most microbatch_tokens tokens, padding included (one row at least), each cut to its own width.
 
-    Rows of like length go together. The result of an update can't depend on the cut: losses are sums with weights that
-    were computed over the whole minibatch.
+    Rows of like length go together, or those of one prompt, whichever makes fewer tokens: a shared prompt is read once a piece. The
+    result of an update can't depend on the cut: losses are sums with weights that were computed over the whole minibatch.
     """
-    completion_length = batch["mask"].sum(1).long()
-    length = batch["prompt_length"] + completion_length
-    order = length.argsort(descending=True, stable=True)
-    while len(order):
-        width = int(length[order[0]])
-        rows, order = order.split([n := min(len(order), max(1, microbatch_tokens // width)), len(order) - n])
-        T = int(completion_length[rows].max())
-        micro = select({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}, rows)
+    prompt_length, completion_length = batch["prompt_length"].tolist(), batch["mask"].sum(1).long().tolist()
+    prompt = batch["prompt_id"].tolist() if "prompt_id" in batch else range(len(prompt_length))
+    length = [p + t for p, t in zip(prompt_length, completion_length)]
+
+    def cut(key: Callable) -> tuple[int, list[list[int]]]:
+        """The tokens of all pieces, and the pieces."""
+        pieces, sizes = [], []
+        for row in sorted(range(len(length)), key=key):
+            shared = {prompt[row]}, prompt_length[row], completion_length[row], length[row]  # prompts, and the greatest lengths
+            if pieces:
+                shared = together[0] | shared[0], *map(max, together[1:], shared[1:])
+                n, prompts = len(pieces[-1]) + 1, len(shared[0])
+                size = n * shared[3] if n == prompts else prompts * shared[1] + n * shared[2]
+            if not pieces or size > microbatch_tokens:
+                pieces, sizes = pieces + [[]], sizes + [0]
+                shared, size = ({prompt[row]}, prompt_length[row], completion_length[row], length[row]), length[row]
+            pieces[-1].append(row)
+            together, sizes[-1] = shared, size
+        return sum(sizes), pieces
+
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    for piece in min(cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i])))[1]:
+        rows = torch.tensor(piece, device=batch["mask"].device)
+        width, T = max(length[i] for i in piece), max(completion_length[i] for i in piece)
+        micro = select(tensors, rows)
         micro = {k: v[:, : width if k == "input_ids" else T] if v.dim() == 2 else v for k, v in micro.items()}
         yield micro | {"rows": rows}
 
@@ -591,15 +633,60 @@ def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tenso
     return logits.logsumexp(-1) - torch.linalg.vecdot(logits.softmax(-1), logits)
 
 
-def completion_logits(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (n, V) that predict the batch's n completion tokens, in row order, and those tokens (n,).
+class LogprobsAndEntropy(torch.autograd.Function):
+    """Logits (n, V), ids (n,) -> log-probabilities of the ids, and entropies that carry no gradient, (n,) each.
 
-    Rows are right-padded and attention is causal, so no token sees padding and no attention mask is needed.
+    The gradient, one-hot(ids) - softmax(logits), is written out: autograd's own way holds four (n, V) tensors at once, this one two.
     """
-    keep = completion_positions(batch)
+
+    @staticmethod
+    def forward(ctx, logits, ids):
+        logsumexp = logits.logsumexp(-1)
+        entropy = logsumexp - torch.linalg.vecdot((logits - logsumexp[:, None]).exp_(), logits)
+        ctx.save_for_backward(logits, ids, logsumexp)
+        ctx.mark_non_differentiable(entropy)
+        return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        logits, ids, logsumexp = ctx.saved_tensors
+        grad = grad[:, None]
+        return (logits - logsumexp[:, None]).exp_().mul_(-grad).scatter_add_(1, ids[:, None], grad), None
+
+
+def can_share_prompts(model) -> bool:
+    """Whether a prompt's key-value cache can be repeated for its completions: all of it in every layer, and no layer computed twice."""
+    return not getattr(model, "recomputed", False) and all(type(x) is DynamicLayer for x in DynamicCache(config=model.config).layers)
+
+
+def completion_inputs(model, read: Callable, batch: dict) -> tuple[dict, torch.Tensor]:
+    """What the model is to read, and the positions (bool) at which it then predicts the completion tokens.
+
+    Rows are right-padded and attention is causal, so no token sees padding and no attention mask is needed. Where rows share prompts,
+    read(prompts) runs each prompt but its last token once, gradients included; the rows go on from its cache, repeated for them.
+    """
+    input_ids, start = batch["input_ids"], batch["prompt_length"] - 1  # start (B,): the position that predicts the first token
+    prompts, prompt_of_row = batch.get("prompt_id", torch.arange(len(start))).unique(return_inverse=True)
+    if len(prompts) == len(start) or not can_share_prompts(model) or (start == 0).any():
+        return {"input_ids": input_ids[:, :-1], "use_cache": False}, completion_positions(batch)
+    a_row = torch.zeros_like(prompts).scatter_(0, prompt_of_row, torch.arange(len(start), device=start.device))
+    column = torch.arange(-int(start.max()), 0, device=start.device) + start[a_row, None]  # (prompts, P), negative: padding on the left
+    attention = (column >= 0).long()
+    cache, column = DynamicCache(config=model.config), column.clamp(min=0)
+    read(input_ids[a_row].gather(1, column), attention_mask=attention, position_ids=column, cache=cache, use_cache=True)
+    cache.reorder_cache(prompt_of_row)
+    mask = batch["mask"].bool()
+    column = (start[:, None] + torch.arange(mask.shape[1], device=start.device)).clamp(max=input_ids.shape[1] - 1)  # (B, T)
+    attention = torch.cat([attention[prompt_of_row], torch.ones_like(column)], 1)
+    return dict(input_ids=input_ids.gather(1, column), attention_mask=attention, position_ids=column, cache=cache, use_cache=True), mask
+
+
+def completion_logits(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (n, V) that predict the batch's n completion tokens, in row order, and those tokens (n,)."""
     with autocast(model):
-        logits = model(batch["input_ids"][:, :-1], use_cache=False, logits_to_keep=keep).logits
-    return logits, batch["input_ids"][:, 1:][keep]
+        inputs, keep = completion_inputs(model, partial(model, logits_to_keep=1), batch)
+        logits = model(**inputs, logits_to_keep=keep).logits
+    return logits, batch["input_ids"][:, 1:][completion_positions(batch)]
 
 
 def logprobs_of(model, temperature: float, batch: dict) -> torch.Tensor:
@@ -608,12 +695,11 @@ def logprobs_of(model, temperature: float, batch: dict) -> torch.Tensor:
 
 
 def logprobs_and_entropy_of(model, temperature: float, batch: dict, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the entropy of each token's distribution in nats; its gradient costs one more copy of the logits."""
+    """The same, and the entropy of each token's distribution in nats; its gradient costs two more copies of the logits."""
     logits, ids = completion_logits(model, batch)
     logits = scaled(logits, temperature)
-    with torch.set_grad_enabled(entropy_grad):
-        entropy = token_entropy(logits)
-    return scatter_tokens(token_logprobs(logits, ids), batch["mask"]), scatter_tokens(entropy, batch["mask"])
+    logprobs, entropy = (token_logprobs(logits, ids), token_entropy(logits)) if entropy_grad else LogprobsAndEntropy.apply(logits, ids)
+    return scatter_tokens(logprobs, batch["mask"]), scatter_tokens(entropy, batch["mask"])
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
