@@ -25,12 +25,14 @@ logits where a completion token is predicted and nowhere else (2 per weight and 
 at which this machine multiplies matrices of these shapes; a decoding step takes at least the time of reading the weights and the cache.
 """
 
-import importlib
+import importlib.util
+import itertools
 import json
 import math
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -174,7 +176,7 @@ def noted(fn: Callable, note: Callable) -> Callable:
 
 def measured(job: dict, marks: list[tuple[float, float]], laps: list[dict], tokens: list[float]) -> dict:
     """The steps after the warm-up: seconds, their split, completion tokens; and the high-water mark after each step."""
-    seconds = [after[0] - before[0] for before, after in zip(marks, marks[1:])]
+    seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
     return {
         "seconds": seconds[job["warmup"] - 1 :],
         "tokens": tokens[job["warmup"] :],
@@ -322,10 +324,12 @@ def run(child: Callable, python: str, job: dict) -> dict:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(job["output_dir"] + "/log", "w+") as log:
         command = [python, __file__, "child", child.__name__, json.dumps(job)]
-        if subprocess.run(command, stdout=log, stderr=log, env=environment).returncode:
+        if subprocess.run(command, check=False, stdout=log, stderr=log, env=environment).returncode:
             log.seek(0)
             sys.exit(f"{child.__name__} failed with {job}\n" + log.read()[-4000:])
-    return json.loads((Path(job["output_dir"]) / "result.json").read_text())
+    result = json.loads((Path(job["output_dir"]) / "result.json").read_text())
+    shutil.rmtree(job["output_dir"])  # a run folder at W2 holds 3 GB
+    return result
 
 
 def pooled(results: list[dict]) -> dict:
@@ -465,7 +469,7 @@ def slope(x: list[float], y: list[float]) -> float:
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["git", "-C", str(ROOT), *words], check=False, capture_output=True, text=True).stdout.strip()
 
 
 def machine(args: Args) -> dict:
