@@ -404,14 +404,16 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 class InPlaceLayer(DynamicLayer):
     """A layer of a key-value cache with room for tokens to come: each is written there, where DynamicLayer copies all that came before."""
 
-    room = None, None
+    room = None  # keys and values with up to 64 columns to spare; self.keys and self.values are their first columns
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             return super().update(key_states, value_states)
         n, new = self.keys.shape[-2], key_states.shape[-2]
-        if self.room[0] is None or self.keys.data_ptr() != self.room[0].data_ptr() or n + new > self.room[0].shape[-2]:
-            self.room = tuple(torch.nn.functional.pad(x, (0, 0, 0, new + 127)) for x in (self.keys, self.values))
+        if not self.room or self.keys.data_ptr() != self.room[0].data_ptr() or n + new > self.room[0].shape[-2]:
+            self.room = [x.new_empty(*x.shape[:-2], n + new + 63, x.shape[-1]) for x in (self.keys, self.values)]
+            for room, states in zip(self.room, (self.keys, self.values)):
+                room[..., :n, :] = states
         for room, states in zip(self.room, (key_states, value_states)):
             room[..., n : n + new, :] = states
         self.keys, self.values = (room[..., : n + new, :] for room in self.room)
@@ -572,7 +574,8 @@ def microbatches(batch: dict, microbatch_tokens: int):
         return sum(sizes), pieces
 
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    for piece in min(cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i])))[1]:
+    by_length, by_prompt = cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i]))
+    for piece in (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]:
         rows = torch.tensor(piece, device=batch["mask"].device)
         width, T = max(length[i] for i in piece), max(completion_length[i] for i in piece)
         micro = select(tensors, rows)

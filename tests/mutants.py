@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # not test_ladder.py: it would see that two scripts differ, which is no proof that a test knows what is right
-FAST_FIRST = "functions oracles enumeration common loops traps invariances jobs models faults scripts".split()
+FAST_FIRST = "functions sharing oracles enumeration common loops traps invariances jobs models faults scripts".split()
 GROUPED = ("grpo.py", "gspo.py", "cispo.py")
 
 MUTANTS = [  # (files, which get the same edit, one mutant each; what stands there; what is put in its place)
@@ -33,10 +33,19 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     # the shift between logits and tokens, temperature, entropy
     ("common.py", 'first = batch["prompt_length"][:, None] - 1', 'first = batch["prompt_length"][:, None]'),
     ("common.py", "logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)", "logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1).detach()"),
-    ("common.py", "    logits = scaled(logits, temperature)\n    with", "    with"),
+    ("common.py", "    logits = scaled(logits, temperature)\n    logprobs, entropy", "    logprobs, entropy"),
     ("common.py", "return upcast(logits) if temperature == 1.0 else upcast(logits) / temperature", "return upcast(logits) if temperature == 1.0 else upcast(logits) * temperature"),
     ("common.py", "return logits.logsumexp(-1) - torch", "return logits.logsumexp(-1) + torch"),
     ("common.py", "    return x.to(torch.promote_types(x.dtype, torch.float32))", "    return x"),
+    # what is computed once or in place
+    ("common.py", "b = b + a.max() + 1", "pass"),
+    ("common.py", "prompts * shared[1] + n * shared[2]", "n * shared[2]"),
+    ("common.py", "(by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]", "by_length[1]"),
+    ("common.py", "exp_().mul_(-grad)", "exp_().mul_(grad)"),
+    ("common.py", "start[:, None] + torch.arange(mask.shape[1]", "start.max() + torch.arange(mask.shape[1]"),
+    ("common.py", "all(type(x) is DynamicLayer for x", "all(isinstance(x, DynamicLayer) for x"),
+    ("common.py", "(group_size if can_share_prompts(policy) else 1)", "group_size"),
+    ("common.py", "self.keys.data_ptr() != self.room[0].data_ptr()", "False"),
     # KL
     ("common.py", "log_ratio = upcast(logprobs) - upcast(ref_logprobs)", "log_ratio = upcast(ref_logprobs) - upcast(logprobs)"),
     ("common.py", "return torch.expm1(-log_ratio) + log_ratio", "return torch.exp(-log_ratio) - 1 + log_ratio"),
@@ -45,9 +54,9 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "return 0.5 * log_ratio**2", "return log_ratio**2"),
     ("common.py", '"k3"), batch["mask"], 1).mean().item()', '"k3"), batch["mask"]).item() / batch["mask"].sum().item()'),
     # sampling and stop tokens
-    ("common.py", "torch.softmax(logits.float() / temperature, -1).to", "torch.softmax(logits.float(), -1).to"),
-    ("common.py", "torch.softmax(logits.float() / temperature, -1).to", "torch.softmax(logits.float().masked_fill(logits < logits.topk(min(50, logits.shape[-1])).values[:, -1:], -torch.inf) / temperature, -1).to"),
-    ("common.py", "return ids, token_logprobs(logits, ids, temperature)", "return ids, token_logprobs(logits, ids)"),
+    ("common.py", "shifted = scaled(logits, temperature) - logits.amax(-1, keepdim=True) / temperature", "shifted = scaled(logits, 1.0) - logits.amax(-1, keepdim=True)"),
+    ("common.py", "cumulative = shifted.exp()", "cumulative = shifted.exp().masked_fill(logits < logits.topk(min(50, logits.shape[-1])).values[:, -1:], 0.0)"),
+    ("common.py", "(shifted.gather(1, ids) - total.log())", "(temperature * shifted.gather(1, ids) - total.log())"),
     ("common.py", "positions = (attention.cumsum(1) - 1).clamp(min=0)", "positions = torch.arange(attention.shape[1], device=device).repeat(len(attention), 1)"),
     ("common.py", "length[ended], truncated[ended] = t + 1, False", "length[ended], truncated[ended] = t, False"),
     ("common.py", "sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])})", "[tokenizer.eos_token_id]"),
@@ -62,7 +71,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "order = torch.randperm(B, generator=generator(*key, epoch))", "order = torch.randperm(B)"),
     ("common.py", "        for rows in order.split(minibatch_size or B):", "        for rows in [r for r in order.split(minibatch_size or B) if len(r) == (minibatch_size or B)]:"),
     ("common.py", 'result[micro["rows"], : piece.shape[1]] = piece', "result[: len(piece), : piece.shape[1]] = piece"),
-    ("common.py", "T = int(completion_length[rows].max())\n        micro", "T = int(completion_length[rows][0])\n        micro"),
+    ("common.py", "max(completion_length[i] for i in piece)", "completion_length[piece[0]]"),
     ("common.py", "return (rewards - rewards.mean()) / (rewards.std() + 1e-8)", "return rewards / (rewards.std() + 1e-8)"),
     ("common.py", "return weights * log_ratio.exp().clamp(max=cap)", "return weights * (-log_ratio).exp().clamp(max=cap)"),
     ("common.py", "(logprobs.detach() - sampled_logprobs)", "(logprobs - sampled_logprobs)"),
