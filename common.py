@@ -309,8 +309,9 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 def stopping() -> bool:
     """Whether a signal to stop has come, to whichever rank; all ranks get the same answer."""
-    asked_to_stop[:] = max(everywhere(lambda: asked_to_stop[:1]))
-    return bool(asked_to_stop)
+    asked = max(everywhere(lambda: asked_to_stop[:1]))
+    asked_to_stop.extend(asked)  # one that has come meanwhile stays there for the next time
+    return bool(asked)
 
 
 def sharded(model):

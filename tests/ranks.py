@@ -1,10 +1,11 @@
 """The same run in one process and on several ranks: what was sampled, the metrics and the trained weights, script by script.
 
-    python tests/ranks.py            # every case below, on 2 and on 4 ranks; about N minutes
-    python tests/ranks.py --quick    # one case per script, on 2 ranks
+    python tests/ranks.py            # every case below, on 2 and on 4 ranks, and resumed by another number of them; about 6 minutes
+    python tests/ranks.py --quick    # one case per script, on 2 ranks; a signal; part of the default run of the tests
+    python tests/ranks.py --lora     # adapters; needs peft
 
-Every case has 3 prompts a step, which ranks don't divide, completions of 1 token (the stop token) to 8, groups of equal rewards,
-and microbatches of uneven number. A helper process imports everything once and forks the ranks. Exit status 1 if anything differs.
+Most cases have 3 prompts a step, which ranks don't divide; all have completions of 1 token (the stop token) to 8, groups of equal rewards,
+and pieces of work of uneven number. A helper process imports everything once and forks the ranks. Exit status 1 if anything differs.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -48,7 +51,7 @@ CASES = [  # the first of each script is the quick one
     (rloo, "--minibatch-size None --num-prompts 8 --microbatch-tokens 4096"),
     (ppo, MORE),
     (ppo, "--shard none --num-epochs 2 --entropy-coef 0.1 --normalize-rewards --minibatch-size 5"),
-    (ppo, "--minibatch-size 1 --num-prompts 1"),  # fewer rows than ranks
+    (ppo, "--minibatch-size 1 --num-prompts 1 --kl-coef 0"),  # fewer rows than ranks; the KL of step 1 is rounding, which Adam would blow up
     (grpo, "--shard none --dynamic-sampling 2 --scale-rewards batch --is-correction-cap 2 --aggregation token"),
     (gspo, "--num-epochs 2 --overlong-buffer 4 --entropy-coef 0.1"),
     (cispo, "--shard none --num-epochs 2"),
@@ -56,11 +59,11 @@ CASES = [  # the first of each script is the quick one
 LORA = [(grpo, "--lora-rank 4"), (ppo, "--lora-rank 4 --shared-backbone --shard none"), (rloo, "--lora-rank 4 --no-gather-for-sampling")]
 
 
-def live(script, words: list[str], rank: int, size: int, port: int) -> None:
+def live(script, words: list[str], folder: Path, rank: int, size: int, port: int) -> None:
     """A rank of a run, as torchrun would start it. It leaves a hash of its weights, and rank 0 what was sampled in step 1."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
-    folder, score, save_model, sampled = Path(words[-1]), script.score, script.save_model, []
+    score, save_model, sampled = script.score, script.save_model, []
 
     def noted_score(reward_fns, batch, step):
         if step == 1:
@@ -78,9 +81,8 @@ def live(script, words: list[str], rank: int, size: int, port: int) -> None:
     common.launch(script.main, script.Args, script.__doc__)
 
 
-def run(script, words: list[str], size: int) -> float:
-    """Fork all ranks of a run and wait for them; seconds."""
-    began = time.time()
+def start(script, words: list[str], folder: Path, size: int) -> list[int]:
+    """Fork all ranks of a run; their process ids."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -90,19 +92,24 @@ def run(script, words: list[str], size: int) -> float:
             code = 1
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                live(script, words, rank, size, port)
+                live(script, words, folder, rank, size, port)
                 code = 0
             except SystemExit as end:
-                print(end.code, file=sys.stderr)
+                code = end.code if isinstance(end.code, int) else print(end.code, file=sys.stderr) or 1
             except BaseException:
-                __import__("traceback").print_exc()
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
+    return children
+
+
+def run(script, words: list[str], folder: Path, size: int, *more: str) -> None:
+    """A run from its beginning, or with --resume from its newest checkpoint, to its end."""
+    where = ["--resume" if folder.exists() else "--output-dir", str(folder)]
+    codes = [os.waitpid(child, 0)[1] for child in start(script, [*words, *more, *where], folder, size)]
     assert not any(codes), f"{script.__name__}.py {' '.join(words)} on {size} ranks: {codes}"
-    return time.time() - began
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -113,14 +120,15 @@ def same(a, b) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def difference(one: Path, other: Path, size: int) -> tuple[float, float]:
+def difference(one: Path, other: Path, size: int, resumed_by: int | None = None) -> tuple[float, float]:
     """The largest between the weights and, relative, between the metrics of two runs; what was sampled and the ranks' hashes must agree."""
-    notes = [torch.load(other / f"rank-{rank}.pt", weights_only=True) for rank in range(size)]
+    notes = [torch.load(other / f"rank-{rank}.pt", weights_only=True) for rank in range(resumed_by or size)]
     alone = torch.load(one / "rank-0.pt", weights_only=True)
     assert len({note["hash"] for note in notes}) == 1, "the ranks have different weights"
     for note in notes:
-        assert len(note["sampled"]) == len(alone["sampled"]), "another number of rounds was sampled in step 1"
-        assert all(same(a, b) for x, y in zip(alone["sampled"], note["sampled"]) for a, b in zip(x, y)), "step 1 sampled something else"
+        if resumed_by is None:
+            assert len(note["sampled"]) == len(alone["sampled"]), "another number of rounds was sampled in step 1"
+            assert all(same(a, b) for x, y in zip(alone["sampled"], note["sampled"]) for a, b in zip(x, y)), "step 1 sampled something else"
     file = "adapter_model.safetensors" if (one / "final" / "adapter_model.safetensors").exists() else "model.safetensors"
     a, b = load_file(one / "final" / file), load_file(other / "final" / file)
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
@@ -131,6 +139,19 @@ def difference(one: Path, other: Path, size: int) -> tuple[float, float]:
             if not name.startswith(("time_", "tokens_per_second", "sampler_gap")):
                 gap = max(gap, abs(x[name] - y[name]) / (1 + abs(x[name])))
     return max((a[k] - b[k]).abs().max().item() for k in a), gap
+
+
+def a_signal_to_one_rank_stops_all(words: list[str], folder: Path) -> None:
+    """After the step, with one checkpoint."""
+    children = start(grpo, words, folder, 2)
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
+        time.sleep(0.1)
+    os.kill(children[1], signal.SIGTERM)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (checkpoint,) = folder.glob("checkpoint-*")
+    assert codes == [128 + signal.SIGTERM] * 2, codes
+    assert checkpoint.name == f"checkpoint-{metrics_of(folder)[-1]['step']}", checkpoint
+    print(f"a signal to one rank: {codes}, {checkpoint.name}", flush=True)
 
 
 def main() -> None:
@@ -144,18 +165,30 @@ def main() -> None:
     rows[1] = '{"prompt": "12+34=46", "answer": ""}\n'  # ends at once
     (folder / "data.jsonl").write_text("".join(rows[:5]))
     (folder / "data-eval.jsonl").write_text("".join(rows[:5]))
+    data = ["--dataset", str(folder / "data.jsonl"), "--reward-fn", "exact_match"]
     for script, options in cases:
-        words = [*ALL.split(), "--dataset", str(folder / "data.jsonl"), "--reward-fn", "exact_match", *options.split(), "--output-dir"]
-        alone = run(script, [*words, str(folder / "one")], 1)
+        words, alone = [*ALL.split(), *data, *options.split()], folder / "alone"
+        run(script, words, alone, 1)
         for size in sizes:
-            seconds = run(script, [*words, str(folder / str(size))], size)
-            weights, metrics = difference(folder / "one", folder / str(size), size)
-            worst = max(worst, weights, metrics)
-            print(f"{script.__name__}.py {options} on {size} ranks: weights {weights:.1e}, metrics {metrics:.1e}, {seconds:.1f} s ({alone:.1f} s alone)", flush=True)
-            shutil.rmtree(folder / str(size))
-        shutil.rmtree(folder / "one")
+            runs = [(size, None), (size, 1 if size == 2 else 3), (1, size)]  # the second number of ranks resumes what the first began
+            for first, then in runs[1:2] if quick and script is ppo else runs[:1] if quick else runs:
+                began, other = time.time(), folder / "other"
+                if then is None:
+                    run(script, words, other, first)
+                else:
+                    run(script, words, other, first, "--num-steps", "2")
+                    shutil.rmtree(other / "final")
+                    run(script, words, other, then, "--num-steps", "3")
+                weights, metrics = difference(alone, other, first, then)
+                worst = max(worst, weights, metrics)
+                how = f"{first} ranks" + (f", resumed on {then}" if then else "")
+                print(f"{script.__name__}.py {options} on {how}: {weights:.1e} {metrics:.1e} ({time.time() - began:.1f} s)", flush=True)
+                shutil.rmtree(other)
+        shutil.rmtree(alone)
+    if not lora:
+        a_signal_to_one_rank_stops_all([*ALL.split(), *data, "--num-steps", "500", "--output-dir", str(folder / "stopped")], folder / "stopped")
     shutil.rmtree(folder)
-    print(f"the largest difference is {worst:.1e}")
+    print(f"the largest difference of a weight, or relative of a metric, is {worst:.1e}")
     sys.exit(worst > 1e-5)
 
 
