@@ -30,7 +30,7 @@ import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -235,12 +235,9 @@ def join_ranks() -> None:
     """Under torchrun, join the other processes, with gloo on CPU and nccl on GPU; all but rank 0 print nothing from here on."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, *place = next(dist.rendezvous("env://"))
+    ranks["store"], number, count = next(dist.rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=place[0], world_size=place[1])
-    ranks["store"] = store
+    dist.init_process_group(backend, store=ranks["store"], rank=number, world_size=count)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
 
@@ -249,9 +246,13 @@ def place_ranks(device: str, dtype: str, shard: str, gather_for_sampling: bool) 
     """The mesh over which weights are sharded ("full") or, with a copy on each rank, only their gradients are summed ("none")."""
     if num_ranks() == 1:
         return
+    if device in ("auto", "cuda") and torch.cuda.is_available():  # before anything reaches a GPU
+        if (local := int(os.environ["LOCAL_RANK"])) >= torch.cuda.device_count():
+            raise InputError(f"each process needs a GPU; lower --nproc-per-node to the {torch.cuda.device_count()} of this machine")
+        torch.cuda.set_device(local)
     kind = pick_device(device, dtype)[0]
     if kind.type not in ("cpu", "cuda") or kind.index is not None:
-        raise InputError(f"--device {device} can't be used by several processes; it must be auto, cpu or cuda, one GPU each")
+        raise InputError(f"--device {device} can't be shared by several processes; it must be auto, cpu or cuda")
     shape = {"full": (num_ranks(),), "none": (num_ranks(), 1)}[shard]
     ranks["mesh"] = dist.init_device_mesh(kind.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     ranks["gather"] = gather_for_sampling
@@ -768,8 +769,9 @@ def in_turn(cut: Callable) -> Callable:
     So all ranks run as many passes, in which weights are gathered and gradients summed.
     """
 
-    def pieces_of_rank(*args):
-        pieces = list(cut(*args))
+    @wraps(cut)
+    def pieces_of_rank(*args, **kwargs):
+        pieces = list(cut(*args, **kwargs))
         rest = {name: x[:1] * (name != "weights") for name, x in pieces[-1].items()} | {"rows": pieces[-1]["rows"][:0]}
         pieces += [rest] * (-len(pieces) % num_ranks())
         yield from pieces[rank() :: num_ranks()]

@@ -63,20 +63,29 @@ def live(script, words: list[str], folder: Path, rank: int, size: int, port: int
     """A rank of a run, as torchrun would start it. It leaves a hash of its weights, and rank 0 what was sampled in step 1."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
-    score, save_model, sampled = script.score, script.save_model, []
+    score, save_model, full_state, sampled, held = script.score, script.save_model, script.full_state, [], {}
 
     def noted_score(reward_fns, batch, step):
         if step == 1:
             sampled.append([batch["input_ids"], batch["mask"], batch["completions"]])
         return score(reward_fns, batch, step)
 
+    def local_size(x) -> int:
+        return (x.to_local() if size > 1 else x).numel()
+
+    def noted_full_state(owner):
+        if isinstance(owner, torch.optim.Optimizer):
+            held["optimizer"] = sum(local_size(entries["exp_avg"]) for entries in owner.state.values())
+        return full_state(owner)
+
     def noted_save_model(path, policy, *args):
         save_model(path, policy, *args)
         weights = [p.full_tensor() if size > 1 else p for p in policy.parameters()]
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in weights)).hexdigest()
-        torch.save({"sampled": sampled, "hash": digest}, folder / f"rank-{rank}.pt")
+        held["policy"] = sum(map(local_size, policy.parameters()))
+        torch.save({"sampled": sampled, "hash": digest, "held": held}, folder / f"rank-{rank}.pt")
 
-    script.score, script.save_model = noted_score, noted_save_model
+    script.score, script.save_model, script.full_state = noted_score, noted_save_model, noted_full_state
     sys.argv = [script.__file__, *words]
     common.launch(script.main, script.Args, script.__doc__)
 
@@ -120,7 +129,7 @@ def same(a, b) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def difference(one: Path, other: Path, size: int, resumed_by: int | None = None) -> tuple[float, float]:
+def difference(one: Path, other: Path, size: int, resumed_by: int | None, replicated: bool) -> tuple[float, float]:
     """The largest between the weights and, relative, between the metrics of two runs; what was sampled and the ranks' hashes must agree."""
     notes = [torch.load(other / f"rank-{rank}.pt", weights_only=True) for rank in range(resumed_by or size)]
     alone = torch.load(one / "rank-0.pt", weights_only=True)
@@ -129,6 +138,10 @@ def difference(one: Path, other: Path, size: int, resumed_by: int | None = None)
         if resumed_by is None:
             assert len(note["sampled"]) == len(alone["sampled"]), "another number of rounds was sampled in step 1"
             assert all(same(a, b) for x, y in zip(alone["sampled"], note["sampled"]) for a, b in zip(x, y)), "step 1 sampled something else"
+    for part, total in alone["held"].items():  # weights and optimizer state are spread over the ranks, or a copy is on each
+        held = [note["held"][part] for note in notes]
+        assert held == [total] * len(held) or (sum(held) == total and max(held) < 1.2 * total / len(held)), (part, held, total)
+        assert (held == [total] * len(held)) == (len(held) == 1 or replicated), (part, held)
     file = "adapter_model.safetensors" if (one / "final" / "adapter_model.safetensors").exists() else "model.safetensors"
     a, b = load_file(one / "final" / file), load_file(other / "final" / file)
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
@@ -179,7 +192,7 @@ def main() -> None:
                     run(script, words, other, first, "--num-steps", "2")
                     shutil.rmtree(other / "final")
                     run(script, words, other, then, "--num-steps", "3")
-                weights, metrics = difference(alone, other, first, then)
+                weights, metrics = difference(alone, other, first, then, "--shard none" in options)
                 worst = max(worst, weights, metrics)
                 how = f"{first} ranks" + (f", resumed on {then}" if then else "")
                 print(f"{script.__name__}.py {options} on {how}: {weights:.1e} {metrics:.1e} ({time.time() - began:.1f} s)", flush=True)
