@@ -326,6 +326,7 @@ def sharded(model):
         fully_shard(module, mesh=ranks["mesh"], reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the weights of a loss are those of all ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    model.set_reduce_scatter_unused_params(True)  # the rows of a rank may leave an expert out
     return model
 
 

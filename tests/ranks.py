@@ -156,7 +156,7 @@ def difference(one: Path, other: Path, size: int, resumed_by: int | None, replic
 
 def a_signal_to_one_rank_stops_all(words: list[str], folder: Path) -> None:
     """After the step, with one checkpoint."""
-    children = start(grpo, words, folder, 2)
+    children = start(grpo, [*words, "--output-dir", str(folder)], folder, 2)
     while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
         time.sleep(0.1)
     os.kill(children[1], signal.SIGTERM)
@@ -199,7 +199,7 @@ def main() -> None:
                 shutil.rmtree(other)
         shutil.rmtree(alone)
     if not lora:
-        a_signal_to_one_rank_stops_all([*ALL.split(), *data, "--num-steps", "500", "--output-dir", str(folder / "stopped")], folder / "stopped")
+        a_signal_to_one_rank_stops_all([*ALL.split(), *data, "--num-steps", "500"], folder / "stopped")
     shutil.rmtree(folder)
     print(f"the largest difference of a weight, or relative of a metric, is {worst:.1e}")
     sys.exit(worst > 1e-5)

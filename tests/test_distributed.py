@@ -1,7 +1,6 @@
 """Several ranks on CPU with gloo: the numbers of one process, and a fault of one rank that stops all. tests/ranks.py has every case."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,9 +8,9 @@ import time
 import pytest
 import torch
 
+from test_faults import ENVIRONMENT, words_of
 from test_scripts import ADDITION, ROOT, SMALL, metrics_of, run_command, train, weights_of
 
-ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 REWARD = """import json, os, pathlib
 log = pathlib.Path(__file__).with_name(f"rank-{os.environ.get('RANK', 0)}.jsonl")
 calls = []
@@ -36,8 +35,8 @@ def test_a_reward_that_raises_on_one_rank_stops_all_and_one_process_goes_on(tmp_
     options = SMALL | ADDITION | {"num_prompts": 3, "reward_fn": (f"{tmp_path}/reward.py:score",), "eval_every": 0, "save_every": 1}
     whole = train("grpo", tmp_path / "whole", **options)
     (tmp_path / "rank-0.jsonl").unlink()
-    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value[0] if isinstance(value, tuple) else str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "grpo.py", *flags, "--output-dir", str(tmp_path / "run")]
+    flags = words_of(options | {"output_dir": tmp_path / "run"})
+    command = [sys.executable, *"-m torch.distributed.run --nproc-per-node 2 grpo.py".split(), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode != 0 and time.time() - (tmp_path / "rank-1.jsonl").stat().st_mtime < 60
     fault = "error: reward score raised ValueError: the judge is out (reward.py line 10) for 8 completions at once, though for none of them alone"
