@@ -1,6 +1,6 @@
 """The same run in one process and on several ranks: what was sampled, the metrics and the trained weights, script by script.
 
-    python tests/ranks.py            # every case below, on 2 and on 4 ranks, and resumed by another number of them; about 6 minutes
+    python tests/ranks.py            # every case below, on 2 and on 4 ranks, and resumed by another number of them; about 10 minutes
     python tests/ranks.py --quick    # one case per script, on 2 ranks; a signal; part of the default run of the tests
     python tests/ranks.py --lora     # adapters; needs peft
 
