@@ -473,11 +473,11 @@ def draw(figures: dict, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    works = [name for name in figures["figures"] if "trl" in figures["figures"][name].get("grpo", {})]
+    works = [name for name in WORKLOADS if "trl" in figures.get(name, {}).get("grpo", {})]
     fig, axes = pyplot.subplots(len(works), 1, figsize=(8, 1.1 * len(works)), sharex=True, squeeze=False)
     colours = {"generate": "tab:blue", "score": "tab:orange", "update": "tab:green", "other": "lightgrey"}
     for ax, name in zip(axes[:, 0], works):
-        f = figures["figures"][name]
+        f = figures[name]
         bars = {side: {lap: f["grpo"][side][lap][0] for lap in list(colours)[:3]} for side in ("trl", "ours")}
         for side, laps in bars.items():
             laps["other"] = max(0.0, f["grpo"][side]["seconds"][0] - sum(laps.values()))
@@ -522,12 +522,16 @@ def main(args: Args) -> None:
         them = run(versions, args.trl_python, {"folder": folder}) if args.trl_python and not args.sweep else {}
         if them and "ppo" in args.algorithms and not them["has_ppo"]:
             print(f"TRL {them['versions']['trl']} ships no PPOTrainer (1.12.0 was the last that did), so only our PPO is measured")
-        figures = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-        figures |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
-        figures |= {"versions": us["versions"], "trl_versions": them.get("versions")}
-        print(json.dumps(figures, indent=2))
-        figures["figures"] = sweep(args, Path(folder)) if args.sweep else measure(args, Path(folder), them.get("has_ppo", False))
-    output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
+        facts = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
+        facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
+        facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
+        print(json.dumps(facts, indent=2))
+        output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
+        if args.sweep:
+            figures = facts | sweep(args, Path(folder))
+        else:  # workloads that are not measured this time keep their figures
+            figures = json.loads(output.read_text()) if output.exists() else {}
+            figures |= {name: facts | f for name, f in measure(args, Path(folder), them.get("has_ppo", False)).items()}
     output.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nfigures: {output}")
     if importlib.util.find_spec("matplotlib") and not args.sweep and args.trl_python:
