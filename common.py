@@ -16,6 +16,7 @@ import copy
 import csv
 import hashlib
 import importlib.util
+import inspect
 import io
 import json
 import logging
@@ -30,7 +31,7 @@ import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -485,6 +486,8 @@ def load_policy(
     if checkpoint and adapter_rank(checkpoint) != lora_rank:
         raise InputError(f"--lora-rank {lora_rank}: the run to be resumed has {adapter_rank(checkpoint)}")
     model = pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path, trust_remote_code)
+    if missing := [name for name in ("cache", "logits_to_keep") if name not in inspect.signature(model.forward).parameters]:
+        raise InputError(f"--model {path}: its own code's forward() takes no {' and no '.join(missing)}; it is of another transformers")
     model = prepare(model, device, dtype, not lora_rank, gradient_checkpointing)
     if lora_rank:
         peft = optional("peft", "--lora-rank")
@@ -599,7 +602,8 @@ def autocast(model):
     """Run a forward pass in the model's compute dtype; weights stay float32."""
     if model.compute_dtype == torch.float32:
         return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, dtype=model.compute_dtype)
+    keeps_casts = num_ranks() == 1 or ranks["gather"]  # else they would be a second copy of what is to be gathered layer by layer
+    return torch.autocast(next(model.parameters()).device.type, dtype=model.compute_dtype, cache_enabled=keeps_casts)
 
 
 # --- sampling ---
@@ -617,10 +621,11 @@ class InPlaceLayer(DynamicLayer):
     room = None  # keys and values with up to 64 columns to spare; self.keys and self.values are their first columns
 
     def update(self, key_states, value_states, *args, **kwargs):
+        key_states = key_states.to(value_states.dtype)  # autocast leaves rotated keys in float32, and attention would cast all of them
         if not self.is_initialized:
             return super().update(key_states, value_states)
         n, new = self.keys.shape[-2], key_states.shape[-2]
-        if not self.room or self.keys.data_ptr() != self.room[0].data_ptr() or n + new > self.room[0].shape[-2]:
+        if self.room is None or n + new > self.room[0].shape[-2]:
             self.room = [x.new_empty(*x.shape[:-2], n + new + 63, x.shape[-1]) for x in (self.keys, self.values)]
             for room, states in zip(self.room, (self.keys, self.values)):
                 room[..., :n, :] = states
@@ -628,6 +633,10 @@ class InPlaceLayer(DynamicLayer):
             room[..., n : n + new, :] = states
         self.keys, self.values = (room[..., : n + new, :] for room in self.room)
         return self.keys, self.values
+
+    def reorder_cache(self, beam_idx):
+        self.room = None
+        super().reorder_cache(beam_idx)
 
 
 def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -638,7 +647,8 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
     """
     if temperature == 0:
         return (ids := logits.argmax(-1)), token_logprobs(logits, ids)
-    shifted = scaled(logits, temperature) - logits.amax(-1, keepdim=True) / temperature  # (B, V), at most 0
+    logits = scaled(logits, temperature)
+    shifted = logits - logits.amax(-1, keepdim=True)  # (B, V), at most 0
     cumulative = shifted.exp().cumsum(-1, dtype=uniform.dtype)  # (B, V)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[-1] - 1)
@@ -695,6 +705,7 @@ def generate(
     key seeds one uniform number per row (from first_row on) and token position, so a completion depends on nothing else in the batch.
     """
     device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
+    below_1 = 1 - torch.finfo(wide).eps / 2  # what rounding to float32 could reach
     prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
     mine = share(len(prompts))
     first, end = (first_row + i * group_size for i in (mine.start, mine.stop))
@@ -704,7 +715,7 @@ def generate(
     def sample():
         with torch.no_grad(), autocast(policy), gathered(policy):
             if len(uniform):
-                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide), stops, temperature)
+                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide).clamp(max=below_1), stops, temperature)
                 return [x.cpu() for x in sampled]
 
     new_ids, logprobs, length, truncated = (torch.cat(parts).to(device) for parts in zip(*filter(None, everywhere(sample))))
@@ -713,12 +724,13 @@ def generate(
         raise InputError(f"the log-probabilities of {key[1:]} are not finite for prompt {text!r}; try a lower --lr, or the model is broken")
     T = int(length.max())
     lengths, cut = length.tolist(), truncated.tolist()
+    shares = can_share_prompts(policy) and all(len(p.ids) > 1 for p in prompts)  # of a prompt of one token nothing is read before the rows
     return {
         "input_ids": pad_sequence(
             [torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True
         ),
         "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
-        "prompt_id": torch.arange(len(lengths), device=device) // (group_size if can_share_prompts(policy) else 1),
+        "prompt_id": torch.arange(len(lengths), device=device) // (group_size if shares else 1),
         "mask": (torch.arange(T, device=device) < length[:, None]).float(),
         "logprobs": logprobs[:, :T],
         "truncated": truncated,
@@ -747,7 +759,7 @@ def concatenate(first: dict, second: dict) -> dict:
             width = max(a.shape[1], b.shape[1])
             a, b = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b))
         if k == "prompt_id":
-            b = b + a.max() + 1
+            b = b + (a.max() + 1 if len(a) else 0)
         joined[k] = a + b if isinstance(a, list) else torch.cat([a, b])
     return joined
 
@@ -764,28 +776,14 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int | None, key: t
             yield select(batch, rows)
 
 
-def in_turn(cut: Callable) -> Callable:
-    """Of the pieces that cut yields, one in turn to each rank; a rank left without one gets a row that carries no weight and has no place.
-
-    So all ranks run as many passes, in which weights are gathered and gradients summed.
-    """
-
-    @wraps(cut)
-    def pieces_of_rank(*args, **kwargs):
-        pieces = list(cut(*args, **kwargs))
-        rest = {name: x[:1] * (name != "weights") for name, x in pieces[-1].items()} | {"rows": pieces[-1]["rows"][:0]}
-        pieces += [rest] * (-len(pieces) % num_ranks())
-        yield from pieces[rank() :: num_ranks()]
-
-    return pieces_of_rank
-
-
-@in_turn
 def microbatches(batch: dict, microbatch_tokens: int):
     """Cut a batch into pieces of at most microbatch_tokens tokens, padding included (one row at least), each cut to its own width.
 
     Rows of like length go together, or those of one prompt, whichever makes fewer tokens: a shared prompt is read once a piece. The
     result of an update can't depend on the cut: losses are sums with weights that were computed over the whole minibatch.
+
+    Ranks take the pieces in turn. All must run as many passes, in which weights are gathered and gradients summed; so a rank left without a
+    piece gets a row that carries no weight and has no place in "rows".
     """
     prompt_length, completion_length = batch["prompt_length"].tolist(), batch["mask"].sum(1).long().tolist()
     prompt = batch["prompt_id"].tolist() if "prompt_id" in batch else range(len(prompt_length))
@@ -810,12 +808,15 @@ def microbatches(batch: dict, microbatch_tokens: int):
 
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     by_length, by_prompt = cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i]))
-    for piece in (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]:
+    pieces = (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]
+    work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % num_ranks())
+    for piece, counts in work[rank() :: num_ranks()]:
         rows = torch.tensor(piece, device=batch["mask"].device)
         width, T = max(length[i] for i in piece), max(completion_length[i] for i in piece)
         micro = select(tensors, rows)
         micro = {k: v[:, : width if k == "input_ids" else T] if v.dim() == 2 else v for k, v in micro.items()}
-        yield micro | {"rows": rows}
+        micro["rows"] = rows
+        yield micro if counts else micro | {"rows": rows[:0], "weights": torch.zeros_like(micro["mask"])}
 
 
 @torch.no_grad()
@@ -881,7 +882,8 @@ class LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ids):
         logsumexp = logits.logsumexp(-1)
-        entropy = logsumexp - torch.linalg.vecdot((logits - logsumexp[:, None]).exp_(), logits)
+        probabilities = (logits - logsumexp[:, None]).exp_()
+        entropy = torch.special.entr(probabilities, out=probabilities).sum(-1)
         ctx.save_for_backward(logits, ids, logsumexp)
         ctx.mark_non_differentiable(entropy)
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
@@ -910,7 +912,7 @@ def completion_inputs(model, read: Callable, batch: dict) -> tuple[dict, torch.T
     read(prompts) runs each prompt but its last token once, gradients included; the rows go on from its cache, repeated for them.
     """
     input_ids, start = batch["input_ids"], batch["prompt_length"] - 1  # start (B,): the position that predicts the first token
-    prompts, prompt_of_row = batch.get("prompt_id", torch.arange(len(start))).unique(return_inverse=True)
+    prompts, prompt_of_row = batch["prompt_id"].unique(return_inverse=True) if "prompt_id" in batch else (start, None)
     if len(prompts) == len(start) or not can_share_prompts(model) or (start == 0).any():
         return {"input_ids": input_ids[:, :-1], "use_cache": False}, completion_positions(batch)
     a_row = torch.zeros_like(prompts).scatter_(0, prompt_of_row, torch.arange(len(start), device=start.device))

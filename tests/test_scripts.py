@@ -163,6 +163,16 @@ def test_options_run(name, options, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_dynamic_sampling_that_finds_no_signal_at_all_goes_on_without(name, tmp_path):
+    """The start of a hard task: every group is dead, and so is every one that replaces it."""
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1=", "answer": "no"}\n{"prompt": "2+2=", "answer": "no"}\n' * 4)
+    (tmp_path / "hard-eval.jsonl").write_text('{"prompt": "1+1=", "answer": "no"}\n')
+    options = SMALL | ADDITION | {"dataset": str(tmp_path / "hard.jsonl"), "dynamic_sampling": 2, "num_steps": 2, "kl_coef": 0.0}
+    rows = train(name, tmp_path / "run", **options)
+    assert [row["no_signal_fraction"] for row in rows[1:]] == [1.0, 1.0] and rows[2]["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_dynamic_sampling_replaces_groups_without_signal(name, tmp_path, monkeypatch):
     """Half the prompts can't be answered, so about half of the groups are dead: refilled, no group without signal is left."""
     rows = [json.loads(line) for line in ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines()[:40]]
