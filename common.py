@@ -1371,7 +1371,7 @@ class Logger:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
         if start > self.num_steps:  # at num_steps the process may have died before final/ was written
             raise InputError(f"--resume {self.dir}: the run has {start} steps already, more than --num-steps {self.num_steps}")
-        self.track = open_tracker(config["track"], name, self.dir, config)
+        self.track, self.end_tracking = open_tracker(config["track"], self.dir, config, start)
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
@@ -1387,8 +1387,7 @@ class Logger:
             file.write(json.dumps(metrics) + "\n")
         with open(self.dir / "samples.jsonl", "a") as file:
             file.writelines(json.dumps({"step": step} | sample) + "\n" for sample in samples)
-        if self.track:
-            self.track(metrics, step)
+        self.track(metrics, samples if "eval_reward" in metrics or step == self.num_steps else [])
         shown = {"reward": ".3f", "kl": ".2f", "completion_length": ".1f", "tokens_per_second": ".0f", "eval_reward": ".3f"}
         figures = ", ".join(f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics)
         if "eval_reward" in metrics or self.bar.disable:
@@ -1402,6 +1401,7 @@ class Logger:
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
         self.bar.close()
+        self.end_tracking()
         metrics, samples = read_lines(self.dir / "metrics.jsonl"), read_lines(self.dir / "samples.jsonl")
         first, last = metrics[0], metrics[-1]
         names = [name for name in first if name.startswith("eval_reward") and name in last]
@@ -1418,18 +1418,47 @@ class Logger:
         print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''})")
 
 
-def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable | None:
-    """(metrics, step) -> None for --track; the package is imported only here."""
+def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Callable, Callable]:
+    """(metrics, samples) -> None, which shows a step under the names of metrics.jsonl, and () -> None, which ends the run there.
+
+    The package is imported only here. A resumed run goes on in the old one's place; the steps after its checkpoint are sent again.
+    """
     if track == "none":
-        return None
-    tracker = optional(track, f"--track {track}")
+        return lambda metrics, samples: None, lambda: None
+    package = optional(track, f"--track {track}")
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["held_out", "prompt", "completion", "reward"]
+
+    def rows_of(samples: list[dict]) -> list[list]:
+        return [[sample.get(column, False) for column in columns] for sample in samples]
+
     if track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder))
-        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
-    run = tracker.init(project="policy-gradients", name=folder.name, config=config)  # wandb and trackio have the same calls
-    return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
+        writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+        def log(metrics: dict, samples: list[dict]) -> None:
+            step = metrics["step"]
+            for name, value in metrics.items():
+                if name != "step":
+                    writer.add_scalar(name, value, step)
+            if samples:  # as a table in markdown, where a bar would begin a new cell
+                rows = [[repr(x).replace("|", "&#124;") for x in row] for row in rows_of(samples)]
+                writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows]), step)
+            writer.flush()
+
+        return log, writer.close
+    options = {"name": folder.name, "config": config, "resume": "allow" if config["resume"] else "never"}  # the same in both
+    if track == "wandb":
+        earlier = sorted(folder.glob("wandb/*run-*-*"))
+        options |= {"dir": str(folder), "id": earlier[-1].name.rpartition("-")[2] if config["resume"] and earlier else None}
+    package.init(project="policy-gradients", **options)
+
+    def log(metrics: dict, samples: list[dict]) -> None:
+        table = {"samples": package.Table(columns=columns, data=rows_of(samples))} if samples else {}
+        package.log({name: value for name, value in metrics.items() if name != "step"} | table, step=metrics["step"])
+
+    return log, package.finish
 
 
 def describe(
