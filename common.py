@@ -25,6 +25,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -74,6 +75,13 @@ NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every keep clip_low c
 
 
 asked_to_stop: list[int] = []  # the signal, once SIGINT (Ctrl-C) or SIGTERM has come
+quiet: list[bool] = []  # not empty with --quiet
+
+
+def say(text: str) -> None:
+    """Print what is good to know; with --quiet, don't. What the user should not miss is printed in any case."""
+    if not quiet:
+        print(text)
 
 
 def ask_to_stop(process: int, number: int, frame) -> None:
@@ -97,6 +105,7 @@ def launch(main, Args, description: str) -> None:
         if args.resume:
             args = resumed(args, Args, description)
         check_ranges(args)
+        quiet[:] = [True] * args.quiet
         main(args)
     except KeyboardInterrupt:
         print("stopped at once; nothing was saved since the last checkpoint", file=sys.stderr)
@@ -357,7 +366,7 @@ def load_value_model(
     path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path, trust_remote_code).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
-    print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
+    say(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     if is_classifier:
         source = load_reward_model(path, device, dtype, trust_remote_code)
     else:
@@ -1132,7 +1141,7 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
         raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
     left_out = f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""
     how = " and ".join(sorted({"texts, continued as they are" if p.text == p.row["prompt"] else "chats, in the template" for p in prompts}))
-    print(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
+    (print if too_long else say)(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
     return prompts
 
 
@@ -1378,7 +1387,9 @@ class Logger:
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
             write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
-        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        bar = {"bar_format": "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}", "dynamic_ncols": True}
+        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=bool(quiet) or not sys.stderr.isatty(), **bar)
+        self.figures = {}
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
         """One line in metrics.jsonl, the samples in samples.jsonl, the figures on the screen, and with an evaluation a sample."""
@@ -1388,15 +1399,21 @@ class Logger:
         with open(self.dir / "samples.jsonl", "a") as file:
             file.writelines(json.dumps({"step": step} | sample) + "\n" for sample in samples)
         self.track(metrics, samples if "eval_reward" in metrics or step == self.num_steps else [])
-        shown = {"reward": ".3f", "kl": ".2f", "completion_length": ".1f", "tokens_per_second": ".0f", "eval_reward": ".3f"}
-        figures = ", ".join(f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics)
-        if "eval_reward" in metrics or self.bar.disable:
-            self.bar.write(f"step {step}/{self.num_steps}: {figures}")
-        if "eval_reward" in metrics:
-            self.bar.write(f"    {samples[-1]['prompt']!r} -> {samples[-1]['completion']!r} (reward {samples[-1]['reward']:.3f})")
+        form = {"reward": "reward {:.3f}", "kl": "kl {:.2f}", "completion_length": "length {:.1f}", "eval_reward": "eval {:.3f}"}
+        figures = {name: text.format(metrics[name]) for name, text in form.items() if name in metrics}
+        self.figures |= figures  # the bar keeps the latest evaluation
+        if "eval_reward" in metrics or self.bar.disable or not sys.stdout.isatty():
+            speed = [f"{metrics['tokens_per_second']:.0f} tokens/s"] if "tokens_per_second" in metrics else []
+            self.say(f"step {step}/{self.num_steps}: {', '.join([*figures.values(), *speed])}")
+        if "eval_reward" in metrics and not self.bar.disable:
+            self.say(fitted(f"    {samples[-1]['prompt'][-30:]!r} -> ", samples[-1]["completion"], samples[-1]["reward"]))
         if step > self.start:
-            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.set_postfix_str(", ".join(self.figures[name] for name in form if name in self.figures), refresh=False)
             self.bar.update()
+
+    def say(self, text: str) -> None:
+        if not quiet:
+            self.bar.write(text)
 
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
@@ -1411,11 +1428,21 @@ class Logger:
             print(f"{name.removeprefix('eval_'):<40}{first[name]:>10.3f}{last[name]:>10.3f}")
         before, after = ([s for s in samples if s.get("held_out") and s["step"] == row["step"]] for row in (first, last))
         for b, a in zip(before[:3], after):
-            print(
-                f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})"
-            )
+            say(fitted("", b["prompt"]))
+            say(fitted("    before: ", b["completion"], b["reward"]))
+            say(fitted("    after:  ", a["completion"], a["reward"]))
         best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
-        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''})")
+        print(f"\nrun folder: {self.dir}")
+        say(f"    metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''}")
+
+
+def fitted(label: str, text: str, score: float | None = None) -> str:
+    """label, text as in Python and score in about three lines of the terminal's width, or 140; the middle of a longer text goes."""
+    width = max(40, shutil.get_terminal_size((140, 24)).columns)
+    text, end, indent = repr(text), "" if score is None else f" ({score:.3f})", min(len(label), 12)
+    room = max(40, int(2.5 * (width - indent)) - len(label) - len(end) + indent)
+    text = text if len(text) <= room else f"{text[: room // 2]} ... {text[-room // 2 :]}"
+    return textwrap.fill(label + text + end, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Callable, Callable]:
@@ -1477,17 +1504,17 @@ def describe(
     for reward in reward_fns:
         if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
             reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
-    print(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
+    say(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
             how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""
             how = " of the policy, its adapter off" if isinstance(model, WithoutAdapter) else how
-            print(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
-    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
+            say(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
+    say("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
-    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B} completions"
-    print(f"a step: {in_a_step}, then {updates} optimizer step(s) in {num_epochs} pass(es)")
+    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B}"
+    say(f"a step: {in_a_step}, {updates} optimizer step(s) in {num_epochs} pass(es)")
     epochs = num_steps * num_prompts / len(prompts)
-    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
-    print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")
+    say(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
+    say(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens; no top-k, top-p or penalties")

@@ -1,7 +1,13 @@
 """What a run shows: trackers get what metrics.jsonl gets, the screen says what matters in lines that fit, curves.png draws it."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
 import sys
+import termios
 from collections import defaultdict
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -124,3 +130,67 @@ def test_trackio(tmp_path, monkeypatch):
             found[name][row["step"]] = row[name]
     assert {name: sorted(values.items()) for name, values in found.items()} == expected
     assert len(tables) == 6 and tables[0]["_value"][1] == {"held_out": True, **SAMPLE}
+
+
+# --- the screen ---
+
+
+def log_long_samples(folder, monkeypatch, **options):
+    """Steps 0 to 4, whose samples don't fit a line."""
+    monkeypatch.setitem(SAMPLE, "completion", "\x1b[1m" + "So 7 times 8 is fifty-six, and " * 40 + "the answer is 56.\n")
+    log_run(folder, range(5), **options)
+
+
+def test_a_log_file_has_one_line_per_step_and_no_control_characters(tmp_path, capfd, monkeypatch):
+    log_long_samples(tmp_path / "run", monkeypatch)
+    out, err = capfd.readouterr()
+    assert not err and all(c.isprintable() or c == "\n" for c in out)
+    steps, table = out.split("\n\n", 1)
+    assert steps.splitlines() == [
+        "step 0/4: eval 0.625",
+        "step 1/4: reward 1.000, kl 1.25, length 1.4, 2 tokens/s",
+        "step 2/4: reward 2.000, kl 2.25, length 2.4, eval 2.625, 2 tokens/s",
+        "step 3/4: reward 3.000, kl 3.25, length 3.4, 4 tokens/s",
+        "step 4/4: reward 4.000, kl 4.25, length 4.4, eval 4.625, 4 tokens/s",
+    ]
+    lines = table.splitlines()
+    assert lines[1].split() == ["reward", "0.625", "4.625"] and f"run folder: {tmp_path / 'run'}" in lines
+    assert (
+        max(map(len, lines)) <= 140 and "\\x1b[1mSo 7" in table and table.count("the answer is 56.\\n' (0.500)") == 2
+    )  # both ends are there
+
+
+def test_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    screen, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    monkeypatch.setenv("COLUMNS", "80")
+    with open(end, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        log_long_samples(tmp_path / "run", patch)
+        terminal.flush()
+        text = os.read(screen, 1 << 16).decode()
+    os.close(screen)
+    drawn = [piece.rstrip() for piece in re.split("[\r\n]+", text)]
+    assert max(map(len, drawn)) <= 80 and "\x1b" not in text.replace("\x1b[A", "")
+    bars = [piece for piece in drawn if re.match(r"grpo \d/4 ", piece)]
+    assert re.fullmatch(r"grpo 4/4 \S+ 00:\d\d<00:00, reward 4.000, kl 4.25, length 4.4, eval 4.625", bars[-1]), bars
+    assert [int(piece[5]) for piece in drawn if piece.startswith("step ")] == [0, 2, 4]  # evaluations scroll by above the bar
+    assert "    '1+1=' -> '\\x1b[1mSo 7 times 8 is" in text and "    before: '\\x1b[1mSo 7 times 8 is" in text
+
+
+def test_quiet_leaves_the_scores_before_and_after_and_the_folder(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(common, "quiet", [True])
+    common.say("good to know")
+    log_long_samples(tmp_path / "run", monkeypatch)
+    out, err = capfd.readouterr()
+    head = f"{'held-out prompts':<40}{'before':>10}{'after':>10}"
+    assert not err and out.split("\n") == ["", head, f"{'reward':<40}{0.625:>10}{4.625:>10}", "", f"run folder: {tmp_path / 'run'}", ""]
+
+
+def test_the_flag_quiet_is_that_of_one_run(tmp_path, capsys, monkeypatch):
+    for flags, out in (["--quiet"], ""), ([], "good to know\n"):
+        monkeypatch.setattr(sys, "argv", ["grpo.py", *flags])
+        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        common.launch(lambda args: common.say("good to know"), grpo.Args, "")
+        assert capsys.readouterr().out == out
