@@ -1432,8 +1432,9 @@ class Logger:
             say(fitted("    before: ", b["completion"], b["reward"]))
             say(fitted("    after:  ", a["completion"], a["reward"]))
         best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
+        curves = "curves.png, " if draw_curves({self.dir.name: metrics}, self.dir / "curves.png") else ""
         print(f"\nrun folder: {self.dir}")
-        say(f"    metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''}")
+        say(f"    metrics.jsonl, samples.jsonl, {curves}final/{f', best/ of step {best}' if best else ''}")
 
 
 def fitted(label: str, text: str, score: float | None = None) -> str:
@@ -1443,6 +1444,30 @@ def fitted(label: str, text: str, score: float | None = None) -> str:
     room = max(40, int(2.5 * (width - indent)) - len(label) - len(end) + indent)
     text = text if len(text) <= room else f"{text[: room // 2]} ... {text[-room // 2 :]}"
     return textwrap.fill(label + text + end, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def draw_curves(runs: dict[str, list[dict]], path: Path) -> bool:
+    """An image with a panel per metric and a line per run, given as {name: rows of metrics.jsonl}; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure  # without pyplot: no window, no state that a reward function could share
+
+    found = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
+    names = [name for name in found if not re.match("step$|lr$|time_", name)]
+    height = math.ceil(len(names) / 4)
+    figure = Figure((14, 2.2 * height + 0.3), layout="constrained")
+    axes = figure.subplots(height, 4, squeeze=False).flatten()
+    for axis, name in zip(axes, names):
+        for run, rows in runs.items():
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points), ".-" if name.startswith("eval") else "-", label=run, linewidth=1) if points else axis.plot([])
+        axis.set_title(name, fontsize="medium")
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    if len(runs) > 1:
+        figure.legend(handles=axes[0].lines, loc="outside upper center", ncols=4)
+    figure.savefig(path)
+    return True
 
 
 def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Callable, Callable]:

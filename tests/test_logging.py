@@ -5,7 +5,9 @@ import json
 import os
 import pty
 import re
+import runpy
 import struct
+import subprocess
 import sys
 import termios
 from collections import defaultdict
@@ -16,6 +18,8 @@ import pytest
 
 import common
 import grpo
+
+from test_scripts import ROOT
 
 SAMPLE = {"prompt": "1+1=", "completion": "a|b\nc", "reward": 0.5}
 
@@ -194,3 +198,39 @@ def test_the_flag_quiet_is_that_of_one_run(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
         common.launch(lambda args: common.say("good to know"), grpo.Args, "")
         assert capsys.readouterr().out == out
+
+
+# --- curves ---
+
+
+def test_curves_show_every_metric_of_every_run(tmp_path, monkeypatch):
+    """What is drawn, read back from the figure: a panel per metric and a line per run, with the numbers of metrics.jsonl."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: drawn.append((self, path)))
+    log_run(tmp_path / "one", range(6))
+    log_run(tmp_path / "two", range(3))
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "one"), str(tmp_path / "two"), "--output", str(tmp_path / "both.png")])
+    runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
+    assert [path for _, path in drawn] == [tmp_path / "one" / "curves.png", tmp_path / "two" / "curves.png", tmp_path / "both.png"]
+    for figure, ends in zip((drawn[0][0], drawn[2][0]), ([5], [5, 2])):
+        panels = {axis.get_title(): axis.lines for axis in figure.axes if axis.get_title()}
+        assert list(panels) == ["eval_reward", "reward", "reward/exact_match", "kl", "completion_length", "tokens_per_second"]
+        for name, lines in panels.items():
+            for line, end in zip(lines, ends, strict=True):
+                steps = [step for step in range(end + 1) if name in row_of(step)]
+                assert list(line.get_xdata()) == steps and list(line.get_ydata()) == [row_of(step)[name] for step in steps]
+
+
+def test_without_matplotlib_nothing_is_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
+    log_run(tmp_path / "run", range(3))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["args.json", "metrics.jsonl", "samples.jsonl"]
+    assert "curves.png" not in capsys.readouterr().out
+
+
+def test_nothing_optional_is_imported_at_start_up():
+    names = "matplotlib", "tensorboard", "wandb", "trackio", "peft", "datasets", "math_verify"
+    code = f"import sys, grpo; print([name for name in {names} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
