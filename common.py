@@ -26,6 +26,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -76,6 +77,13 @@ NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every keep clip_low c
 
 
 asked_to_stop: list[int] = []  # the signal, once SIGINT (Ctrl-C) or SIGTERM has come
+quiet: list[bool] = []  # not empty with --quiet
+
+
+def say(text: str) -> None:
+    """Print what is good to know; with --quiet, don't. What the user should not miss is printed in any case."""
+    if not quiet:
+        print(text)
 
 
 def ask_to_stop(process: int, number: int, frame) -> None:
@@ -103,6 +111,7 @@ def launch(main, Args, description: str) -> None:
             args = on_rank_0(partial(resumed, args, Args, description))
         check_ranges(args)
         place_ranks(args.device, args.dtype, args.shard, args.gather_for_sampling)
+        quiet[:] = [True] * args.quiet
         main(args)
         leave_ranks()
     except KeyboardInterrupt:
@@ -569,7 +578,7 @@ def load_value_model(
     path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path, trust_remote_code).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
-    print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
+    say(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     if is_classifier:
         source = load_reward_model(path, device, dtype, trust_remote_code)
     else:
@@ -1384,7 +1393,7 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
         raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
     left_out = f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""
     how = " and ".join(sorted({"texts, continued as they are" if p.text == p.row["prompt"] else "chats, in the template" for p in prompts}))
-    print(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
+    (print if too_long else say)(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
     return prompts
 
 
@@ -1638,14 +1647,16 @@ class Logger:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
         if start > self.num_steps:  # at num_steps the process may have died before final/ was written
             raise InputError(f"--resume {self.dir}: the run has {start} steps already, more than --num-steps {self.num_steps}")
-        self.track = open_tracker(config["track"], name, self.dir, config)
+        self.track, self.end_tracking = open_tracker(config["track"], self.dir, config, start)
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
             write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
-        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        bar = {"bar_format": "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}", "dynamic_ncols": True}
+        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=bool(quiet) or not sys.stderr.isatty(), **bar)
+        self.figures = {}
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
         """One line in metrics.jsonl, the samples in samples.jsonl, the figures on the screen, and with an evaluation a sample."""
@@ -1656,23 +1667,29 @@ class Logger:
             file.write(json.dumps(metrics) + "\n")
         with open(self.dir / "samples.jsonl", "a") as file:
             file.writelines(json.dumps({"step": step} | sample) + "\n" for sample in samples)
-        if self.track:
-            self.track(metrics, step)
-        shown = {"reward": ".3f", "kl": ".2f", "completion_length": ".1f", "tokens_per_second": ".0f", "eval_reward": ".3f"}
-        figures = ", ".join(f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics)
-        if "eval_reward" in metrics or self.bar.disable:
-            self.bar.write(f"step {step}/{self.num_steps}: {figures}")
-        if "eval_reward" in metrics:
-            self.bar.write(f"    {samples[-1]['prompt']!r} -> {samples[-1]['completion']!r} (reward {samples[-1]['reward']:.3f})")
+        self.track(metrics, samples if "eval_reward" in metrics or step == self.num_steps else [])
+        form = {"reward": "reward {:.3f}", "kl": "kl {:.2f}", "completion_length": "length {:.1f}", "eval_reward": "eval {:.3f}"}
+        figures = {name: text.format(metrics[name]) for name, text in form.items() if name in metrics}
+        self.figures |= figures  # the bar keeps the latest evaluation
+        if "eval_reward" in metrics or self.bar.disable or not sys.stdout.isatty():
+            speed = [f"{metrics['tokens_per_second']:.0f} tokens/s"] if "tokens_per_second" in metrics else []
+            self.say(f"step {step}/{self.num_steps}: {', '.join([*figures.values(), *speed])}")
+        if "eval_reward" in metrics and not self.bar.disable:
+            self.say(fitted(f"    {samples[-1]['prompt'][-30:]!r} -> ", samples[-1]["completion"], samples[-1]["reward"]))
         if step > self.start:
-            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.set_postfix_str(", ".join(self.figures[name] for name in form if name in self.figures), refresh=False)
             self.bar.update()
+
+    def say(self, text: str) -> None:
+        if not quiet:
+            self.bar.write(text)
 
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
         if rank() > 0:
             return
         self.bar.close()
+        self.end_tracking()
         metrics, samples = read_lines(self.dir / "metrics.jsonl"), read_lines(self.dir / "samples.jsonl")
         first, last = metrics[0], metrics[-1]
         names = [name for name in first if name.startswith("eval_reward") and name in last]
@@ -1682,25 +1699,89 @@ class Logger:
             print(f"{name.removeprefix('eval_'):<40}{first[name]:>10.3f}{last[name]:>10.3f}")
         before, after = ([s for s in samples if s.get("held_out") and s["step"] == row["step"]] for row in (first, last))
         for b, a in zip(before[:3], after):
-            print(
-                f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})"
-            )
+            say(fitted("", b["prompt"]))
+            say(fitted("    before: ", b["completion"], b["reward"]))
+            say(fitted("    after:  ", a["completion"], a["reward"]))
         best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
-        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''})")
+        curves = "curves.png, " if draw_curves({self.dir.name: metrics}, self.dir / "curves.png") else ""
+        print(f"\nrun folder: {self.dir}")
+        say(f"    metrics.jsonl, samples.jsonl, {curves}final/{f', best/ of step {best}' if best else ''}")
 
 
-def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable | None:
-    """(metrics, step) -> None for --track; the package is imported only here."""
+def fitted(label: str, text: str, score: float | None = None) -> str:
+    """label, text as in Python and score in about three lines of the terminal's width, or 140; the middle of a longer text goes."""
+    width = max(40, shutil.get_terminal_size((140, 24)).columns)
+    text, end, indent = repr(text), "" if score is None else f" ({score:.3f})", min(len(label), 12)
+    room = max(40, int(2.5 * (width - indent)) - len(label) - len(end) + indent)
+    text = text if len(text) <= room else f"{text[: room // 2]} ... {text[-room // 2 :]}"
+    return textwrap.fill(label + text + end, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def draw_curves(runs: dict[str, list[dict]], path: Path) -> bool:
+    """An image with a panel per metric and a line per run, given as {name: rows of metrics.jsonl}; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure  # without pyplot: no window, no state that a reward function could share
+
+    found = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
+    names = [name for name in found if not re.match("step$|lr$|time_", name)]
+    height = math.ceil(len(names) / 4)
+    figure = Figure((14, 2.2 * height + 0.3), layout="constrained")
+    axes = figure.subplots(height, 4, squeeze=False).flatten()
+    for axis, name in zip(axes, names):
+        for run, rows in runs.items():
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points), ".-" if name.startswith("eval") else "-", label=run, linewidth=1) if points else axis.plot([])
+        axis.set_title(name, fontsize="medium")
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    if len(runs) > 1:
+        figure.legend(handles=axes[0].lines, loc="outside upper center", ncols=4)
+    figure.savefig(path)
+    return True
+
+
+def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Callable, Callable]:
+    """(metrics, samples) -> None, which shows a step under the names of metrics.jsonl, and () -> None, which ends the run there.
+
+    The package is imported only here. A resumed run goes on in the old one's place; the steps after its checkpoint are sent again.
+    """
     if track == "none":
-        return None
-    tracker = optional(track, f"--track {track}")
+        return lambda metrics, samples: None, lambda: None
+    package = optional(track, f"--track {track}")
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["held_out", "prompt", "completion", "reward"]
+
+    def rows_of(samples: list[dict]) -> list[list]:
+        return [[sample.get(column, False) for column in columns] for sample in samples]
+
     if track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder))
-        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
-    run = tracker.init(project="policy-gradients", name=folder.name, config=config)  # wandb and trackio have the same calls
-    return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
+        writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+        def log(metrics: dict, samples: list[dict]) -> None:
+            step = metrics["step"]
+            for name, value in metrics.items():
+                if name != "step":
+                    writer.add_scalar(name, value, step)
+            if samples:  # as a table in markdown, where a bar would begin a new cell
+                rows = [[repr(x).replace("|", "&#124;") for x in row] for row in rows_of(samples)]
+                writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows]), step)
+            writer.flush()
+
+        return log, writer.close
+    options = {"name": folder.name, "config": config, "resume": "allow" if config["resume"] else "never"}  # the same in both
+    if track == "wandb":
+        earlier = sorted(folder.glob("wandb/*run-*-*"))
+        options |= {"dir": str(folder), "id": earlier[-1].name.rpartition("-")[2] if config["resume"] and earlier else None}
+    package.init(project="policy-gradients", **options)
+
+    def log(metrics: dict, samples: list[dict]) -> None:
+        table = {"samples": package.Table(columns=columns, data=rows_of(samples))} if samples else {}
+        package.log({name: value for name, value in metrics.items() if name != "step"} | table, step=metrics["step"])
+
+    return log, package.finish
 
 
 def describe(
@@ -1720,17 +1801,17 @@ def describe(
         if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
             reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
     several = f" x {num_ranks()} ({'each with a copy of the weights' if ranks['mesh'].ndim > 1 else 'weights sharded'})" if ranks else ""
-    print(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
+    say(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
             how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""
             how = " of the policy, its adapter off" if isinstance(model, WithoutAdapter) else how
-            print(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
-    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
+            say(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
+    say("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
-    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B} completions"
-    print(f"a step: {in_a_step}, then {updates} optimizer step(s) in {num_epochs} pass(es)")
+    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B}"
+    say(f"a step: {in_a_step}, {updates} optimizer step(s) in {num_epochs} pass(es)")
     epochs = num_steps * num_prompts / len(prompts)
-    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
-    print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")
+    say(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
+    say(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens; no top-k, top-p or penalties")

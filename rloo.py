@@ -47,6 +47,7 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: one at the end, and one when the run is stopped
     keep: int = 2  # newest checkpoints to keep; 0: all
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
+    quiet: bool = False  # print warnings, the scores before and after and the run folder, nothing else
     debug: bool = False  # show the traceback of an error
     # task and models
     model: str = "tiny/policy"  # causal language model, a folder or a hub id
