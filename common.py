@@ -16,6 +16,7 @@ import copy
 import csv
 import hashlib
 import importlib.util
+import inspect
 import io
 import json
 import logging
@@ -25,12 +26,13 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -75,6 +77,13 @@ NOT_NEGATIVE = """lr value_lr warmup_steps eval_every save_every keep clip_low c
 
 
 asked_to_stop: list[int] = []  # the signal, once SIGINT (Ctrl-C) or SIGTERM has come
+quiet: list[bool] = []  # not empty with --quiet
+
+
+def say(text: str) -> None:
+    """Print what is good to know; with --quiet, don't. What the user should not miss is printed in any case."""
+    if not quiet:
+        print(text)
 
 
 def ask_to_stop(process: int, number: int, frame) -> None:
@@ -102,6 +111,7 @@ def launch(main, Args, description: str) -> None:
             args = on_rank_0(partial(resumed, args, Args, description))
         check_ranges(args)
         place_ranks(args.device, args.dtype, args.shard, args.gather_for_sampling)
+        quiet[:] = [True] * args.quiet
         main(args)
         leave_ranks()
     except KeyboardInterrupt:
@@ -485,6 +495,8 @@ def load_policy(
     if checkpoint and adapter_rank(checkpoint) != lora_rank:
         raise InputError(f"--lora-rank {lora_rank}: the run to be resumed has {adapter_rank(checkpoint)}")
     model = pretrained(AutoModelForCausalLM, path if lora_rank else checkpoint or path, trust_remote_code)
+    if missing := [name for name in ("cache", "logits_to_keep") if name not in inspect.signature(model.forward).parameters]:
+        raise InputError(f"--model {path}: its own code's forward() takes no {' and no '.join(missing)}; it is of another transformers")
     model = prepare(model, device, dtype, not lora_rank, gradient_checkpointing)
     if lora_rank:
         peft = optional("peft", "--lora-rank")
@@ -566,7 +578,7 @@ def load_value_model(
     path = path or (starts + [model])[0]
     kinds = pretrained(AutoConfig, path, trust_remote_code).architectures or []
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
-    print(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
+    say(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     if is_classifier:
         source = load_reward_model(path, device, dtype, trust_remote_code)
     else:
@@ -599,7 +611,8 @@ def autocast(model):
     """Run a forward pass in the model's compute dtype; weights stay float32."""
     if model.compute_dtype == torch.float32:
         return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, dtype=model.compute_dtype)
+    keeps_casts = num_ranks() == 1 or ranks["gather"]  # else they would be a second copy of what is to be gathered layer by layer
+    return torch.autocast(next(model.parameters()).device.type, dtype=model.compute_dtype, cache_enabled=keeps_casts)
 
 
 # --- sampling ---
@@ -617,10 +630,11 @@ class InPlaceLayer(DynamicLayer):
     room = None  # keys and values with up to 64 columns to spare; self.keys and self.values are their first columns
 
     def update(self, key_states, value_states, *args, **kwargs):
+        key_states = key_states.to(value_states.dtype)  # autocast leaves rotated keys in float32, and attention would cast all of them
         if not self.is_initialized:
             return super().update(key_states, value_states)
         n, new = self.keys.shape[-2], key_states.shape[-2]
-        if not self.room or self.keys.data_ptr() != self.room[0].data_ptr() or n + new > self.room[0].shape[-2]:
+        if self.room is None or n + new > self.room[0].shape[-2]:
             self.room = [x.new_empty(*x.shape[:-2], n + new + 63, x.shape[-1]) for x in (self.keys, self.values)]
             for room, states in zip(self.room, (self.keys, self.values)):
                 room[..., :n, :] = states
@@ -628,6 +642,10 @@ class InPlaceLayer(DynamicLayer):
             room[..., n : n + new, :] = states
         self.keys, self.values = (room[..., : n + new, :] for room in self.room)
         return self.keys, self.values
+
+    def reorder_cache(self, beam_idx):
+        self.room = None
+        super().reorder_cache(beam_idx)
 
 
 def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -638,7 +656,8 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
     """
     if temperature == 0:
         return (ids := logits.argmax(-1)), token_logprobs(logits, ids)
-    shifted = scaled(logits, temperature) - logits.amax(-1, keepdim=True) / temperature  # (B, V), at most 0
+    logits = scaled(logits, temperature)
+    shifted = logits - logits.amax(-1, keepdim=True)  # (B, V), at most 0
     cumulative = shifted.exp().cumsum(-1, dtype=uniform.dtype)  # (B, V)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[-1] - 1)
@@ -695,6 +714,7 @@ def generate(
     key seeds one uniform number per row (from first_row on) and token position, so a completion depends on nothing else in the batch.
     """
     device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
+    below_1 = 1 - torch.finfo(wide).eps / 2  # what rounding to float32 could reach
     prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
     mine = share(len(prompts))
     first, end = (first_row + i * group_size for i in (mine.start, mine.stop))
@@ -704,7 +724,7 @@ def generate(
     def sample():
         with torch.no_grad(), autocast(policy), gathered(policy):
             if len(uniform):
-                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide), stops, temperature)
+                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide).clamp(max=below_1), stops, temperature)
                 return [x.cpu() for x in sampled]
 
     new_ids, logprobs, length, truncated = (torch.cat(parts).to(device) for parts in zip(*filter(None, everywhere(sample))))
@@ -713,12 +733,13 @@ def generate(
         raise InputError(f"the log-probabilities of {key[1:]} are not finite for prompt {text!r}; try a lower --lr, or the model is broken")
     T = int(length.max())
     lengths, cut = length.tolist(), truncated.tolist()
+    shares = can_share_prompts(policy) and all(len(p.ids) > 1 for p in prompts)  # of a prompt of one token nothing is read before the rows
     return {
         "input_ids": pad_sequence(
             [torch.cat([prompt_ids[i // group_size], new_ids[i, :n]]) for i, n in enumerate(lengths)], batch_first=True
         ),
         "prompt_length": torch.tensor([len(p.ids) for p in prompts], device=device).repeat_interleave(group_size),
-        "prompt_id": torch.arange(len(lengths), device=device) // (group_size if can_share_prompts(policy) else 1),
+        "prompt_id": torch.arange(len(lengths), device=device) // (group_size if shares else 1),
         "mask": (torch.arange(T, device=device) < length[:, None]).float(),
         "logprobs": logprobs[:, :T],
         "truncated": truncated,
@@ -747,7 +768,7 @@ def concatenate(first: dict, second: dict) -> dict:
             width = max(a.shape[1], b.shape[1])
             a, b = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (a, b))
         if k == "prompt_id":
-            b = b + a.max() + 1
+            b = b + (a.max() + 1 if len(a) else 0)
         joined[k] = a + b if isinstance(a, list) else torch.cat([a, b])
     return joined
 
@@ -764,28 +785,14 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int | None, key: t
             yield select(batch, rows)
 
 
-def in_turn(cut: Callable) -> Callable:
-    """Of the pieces that cut yields, one in turn to each rank; a rank left without one gets a row that carries no weight and has no place.
-
-    So all ranks run as many passes, in which weights are gathered and gradients summed.
-    """
-
-    @wraps(cut)
-    def pieces_of_rank(*args, **kwargs):
-        pieces = list(cut(*args, **kwargs))
-        rest = {name: x[:1] * (name != "weights") for name, x in pieces[-1].items()} | {"rows": pieces[-1]["rows"][:0]}
-        pieces += [rest] * (-len(pieces) % num_ranks())
-        yield from pieces[rank() :: num_ranks()]
-
-    return pieces_of_rank
-
-
-@in_turn
 def microbatches(batch: dict, microbatch_tokens: int):
     """Cut a batch into pieces of at most microbatch_tokens tokens, padding included (one row at least), each cut to its own width.
 
     Rows of like length go together, or those of one prompt, whichever makes fewer tokens: a shared prompt is read once a piece. The
     result of an update can't depend on the cut: losses are sums with weights that were computed over the whole minibatch.
+
+    Ranks take the pieces in turn. All must run as many passes, in which weights are gathered and gradients summed; so a rank left without a
+    piece gets a row that carries no weight and has no place in "rows".
     """
     prompt_length, completion_length = batch["prompt_length"].tolist(), batch["mask"].sum(1).long().tolist()
     prompt = batch["prompt_id"].tolist() if "prompt_id" in batch else range(len(prompt_length))
@@ -810,12 +817,15 @@ def microbatches(batch: dict, microbatch_tokens: int):
 
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     by_length, by_prompt = cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i]))
-    for piece in (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]:
+    pieces = (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]
+    work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % num_ranks())
+    for piece, counts in work[rank() :: num_ranks()]:
         rows = torch.tensor(piece, device=batch["mask"].device)
         width, T = max(length[i] for i in piece), max(completion_length[i] for i in piece)
         micro = select(tensors, rows)
         micro = {k: v[:, : width if k == "input_ids" else T] if v.dim() == 2 else v for k, v in micro.items()}
-        yield micro | {"rows": rows}
+        micro["rows"] = rows
+        yield micro if counts else micro | {"rows": rows[:0], "weights": torch.zeros_like(micro["mask"])}
 
 
 @torch.no_grad()
@@ -881,7 +891,8 @@ class LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ids):
         logsumexp = logits.logsumexp(-1)
-        entropy = logsumexp - torch.linalg.vecdot((logits - logsumexp[:, None]).exp_(), logits)
+        probabilities = (logits - logsumexp[:, None]).exp_()
+        entropy = torch.special.entr(probabilities, out=probabilities).sum(-1)
         ctx.save_for_backward(logits, ids, logsumexp)
         ctx.mark_non_differentiable(entropy)
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
@@ -910,7 +921,7 @@ def completion_inputs(model, read: Callable, batch: dict) -> tuple[dict, torch.T
     read(prompts) runs each prompt but its last token once, gradients included; the rows go on from its cache, repeated for them.
     """
     input_ids, start = batch["input_ids"], batch["prompt_length"] - 1  # start (B,): the position that predicts the first token
-    prompts, prompt_of_row = batch.get("prompt_id", torch.arange(len(start))).unique(return_inverse=True)
+    prompts, prompt_of_row = batch["prompt_id"].unique(return_inverse=True) if "prompt_id" in batch else (start, None)
     if len(prompts) == len(start) or not can_share_prompts(model) or (start == 0).any():
         return {"input_ids": input_ids[:, :-1], "use_cache": False}, completion_positions(batch)
     a_row = torch.zeros_like(prompts).scatter_(0, prompt_of_row, torch.arange(len(start), device=start.device))
@@ -1382,7 +1393,7 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
         raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
     left_out = f", {too_long} left out with over {max_prompt_tokens} tokens" if too_long else ""
     how = " and ".join(sorted({"texts, continued as they are" if p.text == p.row["prompt"] else "chats, in the template" for p in prompts}))
-    print(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
+    (print if too_long else say)(f"{dataset}: {len(prompts)} prompts{left_out} ({how})")
     return prompts
 
 
@@ -1636,14 +1647,16 @@ class Logger:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
         if start > self.num_steps:  # at num_steps the process may have died before final/ was written
             raise InputError(f"--resume {self.dir}: the run has {start} steps already, more than --num-steps {self.num_steps}")
-        self.track = open_tracker(config["track"], name, self.dir, config)
+        self.track, self.end_tracking = open_tracker(config["track"], self.dir, config, start)
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
             write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
-        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        bar = {"bar_format": "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}", "dynamic_ncols": True}
+        self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=bool(quiet) or not sys.stderr.isatty(), **bar)
+        self.figures = {}
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
         """One line in metrics.jsonl, the samples in samples.jsonl, the figures on the screen, and with an evaluation a sample."""
@@ -1654,23 +1667,29 @@ class Logger:
             file.write(json.dumps(metrics) + "\n")
         with open(self.dir / "samples.jsonl", "a") as file:
             file.writelines(json.dumps({"step": step} | sample) + "\n" for sample in samples)
-        if self.track:
-            self.track(metrics, step)
-        shown = {"reward": ".3f", "kl": ".2f", "completion_length": ".1f", "tokens_per_second": ".0f", "eval_reward": ".3f"}
-        figures = ", ".join(f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics)
-        if "eval_reward" in metrics or self.bar.disable:
-            self.bar.write(f"step {step}/{self.num_steps}: {figures}")
-        if "eval_reward" in metrics:
-            self.bar.write(f"    {samples[-1]['prompt']!r} -> {samples[-1]['completion']!r} (reward {samples[-1]['reward']:.3f})")
+        self.track(metrics, samples if "eval_reward" in metrics or step == self.num_steps else [])
+        form = {"reward": "reward {:.3f}", "kl": "kl {:.2f}", "completion_length": "length {:.1f}", "eval_reward": "eval {:.3f}"}
+        figures = {name: text.format(metrics[name]) for name, text in form.items() if name in metrics}
+        self.figures |= figures  # the bar keeps the latest evaluation
+        if "eval_reward" in metrics or self.bar.disable or not sys.stdout.isatty():
+            speed = [f"{metrics['tokens_per_second']:.0f} tokens/s"] if "tokens_per_second" in metrics else []
+            self.say(f"step {step}/{self.num_steps}: {', '.join([*figures.values(), *speed])}")
+        if "eval_reward" in metrics and not self.bar.disable:
+            self.say(fitted(f"    {samples[-1]['prompt'][-30:]!r} -> ", samples[-1]["completion"], samples[-1]["reward"]))
         if step > self.start:
-            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.set_postfix_str(", ".join(self.figures[name] for name in form if name in self.figures), refresh=False)
             self.bar.update()
+
+    def say(self, text: str) -> None:
+        if not quiet:
+            self.bar.write(text)
 
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
         if rank() > 0:
             return
         self.bar.close()
+        self.end_tracking()
         metrics, samples = read_lines(self.dir / "metrics.jsonl"), read_lines(self.dir / "samples.jsonl")
         first, last = metrics[0], metrics[-1]
         names = [name for name in first if name.startswith("eval_reward") and name in last]
@@ -1680,25 +1699,89 @@ class Logger:
             print(f"{name.removeprefix('eval_'):<40}{first[name]:>10.3f}{last[name]:>10.3f}")
         before, after = ([s for s in samples if s.get("held_out") and s["step"] == row["step"]] for row in (first, last))
         for b, a in zip(before[:3], after):
-            print(
-                f"{b['prompt']!r}\n    before: {b['completion']!r} ({b['reward']:.3f})\n    after:  {a['completion']!r} ({a['reward']:.3f})"
-            )
+            say(fitted("", b["prompt"]))
+            say(fitted("    before: ", b["completion"], b["reward"]))
+            say(fitted("    after:  ", a["completion"], a["reward"]))
         best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
-        print(f"\nrun folder: {self.dir} (metrics.jsonl, samples.jsonl, final/{f', best/ of step {best}' if best else ''})")
+        curves = "curves.png, " if draw_curves({self.dir.name: metrics}, self.dir / "curves.png") else ""
+        print(f"\nrun folder: {self.dir}")
+        say(f"    metrics.jsonl, samples.jsonl, {curves}final/{f', best/ of step {best}' if best else ''}")
 
 
-def open_tracker(track: str, name: str, folder: Path, config: dict) -> Callable | None:
-    """(metrics, step) -> None for --track; the package is imported only here."""
+def fitted(label: str, text: str, score: float | None = None) -> str:
+    """label, text as in Python and score in about three lines of the terminal's width, or 140; the middle of a longer text goes."""
+    width = max(40, shutil.get_terminal_size((140, 24)).columns)
+    text, end, indent = repr(text), "" if score is None else f" ({score:.3f})", min(len(label), 12)
+    room = max(40, int(2.5 * (width - indent)) - len(label) - len(end) + indent)
+    text = text if len(text) <= room else f"{text[: room // 2]} ... {text[-room // 2 :]}"
+    return textwrap.fill(label + text + end, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def draw_curves(runs: dict[str, list[dict]], path: Path) -> bool:
+    """An image with a panel per metric and a line per run, given as {name: rows of metrics.jsonl}; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure  # without pyplot: no window, no state that a reward function could share
+
+    found = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
+    names = [name for name in found if not re.match("step$|lr$|time_", name)]
+    height = math.ceil(len(names) / 4)
+    figure = Figure((14, 2.2 * height + 0.3), layout="constrained")
+    axes = figure.subplots(height, 4, squeeze=False).flatten()
+    for axis, name in zip(axes, names):
+        for run, rows in runs.items():
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points), ".-" if name.startswith("eval") else "-", label=run, linewidth=1) if points else axis.plot([])
+        axis.set_title(name, fontsize="medium")
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    if len(runs) > 1:
+        figure.legend(handles=axes[0].lines, loc="outside upper center", ncols=4)
+    figure.savefig(path)
+    return True
+
+
+def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Callable, Callable]:
+    """(metrics, samples) -> None, which shows a step under the names of metrics.jsonl, and () -> None, which ends the run there.
+
+    The package is imported only here. A resumed run goes on in the old one's place; the steps after its checkpoint are sent again.
+    """
     if track == "none":
-        return None
-    tracker = optional(track, f"--track {track}")
+        return lambda metrics, samples: None, lambda: None
+    package = optional(track, f"--track {track}")
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["held_out", "prompt", "completion", "reward"]
+
+    def rows_of(samples: list[dict]) -> list[list]:
+        return [[sample.get(column, False) for column in columns] for sample in samples]
+
     if track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder))
-        return lambda metrics, step: [writer.add_scalar(k, v, step) for k, v in metrics.items() if k != "step"]
-    run = tracker.init(project="policy-gradients", name=folder.name, config=config)  # wandb and trackio have the same calls
-    return lambda metrics, step: run.log({k: v for k, v in metrics.items() if k != "step"}, step=step)
+        writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+        def log(metrics: dict, samples: list[dict]) -> None:
+            step = metrics["step"]
+            for name, value in metrics.items():
+                if name != "step":
+                    writer.add_scalar(name, value, step)
+            if samples:  # as a table in markdown, where a bar would begin a new cell
+                rows = [[repr(x).replace("|", "&#124;") for x in row] for row in rows_of(samples)]
+                writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows]), step)
+            writer.flush()
+
+        return log, writer.close
+    options = {"name": folder.name, "config": config, "resume": "allow" if config["resume"] else "never"}  # the same in both
+    if track == "wandb":
+        earlier = sorted(folder.glob("wandb/*run-*-*"))
+        options |= {"dir": str(folder), "id": earlier[-1].name.rpartition("-")[2] if config["resume"] and earlier else None}
+    package.init(project="policy-gradients", **options)
+
+    def log(metrics: dict, samples: list[dict]) -> None:
+        table = {"samples": package.Table(columns=columns, data=rows_of(samples))} if samples else {}
+        package.log({name: value for name, value in metrics.items() if name != "step"} | table, step=metrics["step"])
+
+    return log, package.finish
 
 
 def describe(
@@ -1718,17 +1801,17 @@ def describe(
         if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
             reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
     several = f" x {num_ranks()} ({'each with a copy of the weights' if ranks['mesh'].ndim > 1 else 'weights sharded'})" if ranks else ""
-    print(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
+    say(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
             how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""
             how = " of the policy, its adapter off" if isinstance(model, WithoutAdapter) else how
-            print(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
-    print("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
+            say(f"{name.replace('_', ' ')}: {total:.3f}M parameters{how}")
+    say("reward: " + " + ".join(f"{r.weight:g} * {r.name}" for r in reward_fns))
     B, updates = num_prompts * group_size, updates_per_batch(num_prompts * group_size, num_epochs, minibatch_size)
-    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B} completions"
-    print(f"a step: {in_a_step}, then {updates} optimizer step(s) in {num_epochs} pass(es)")
+    in_a_step = f"{num_prompts} prompts x {group_size} completions = {B}"
+    say(f"a step: {in_a_step}, {updates} optimizer step(s) in {num_epochs} pass(es)")
     epochs = num_steps * num_prompts / len(prompts)
-    print(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
-    print(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens, nothing cut (no top-k, no top-p, no penalties)")
+    say(f"in all: {num_steps} steps = {num_steps * B:,} completions, {num_steps * updates:,} optimizer steps, {epochs:.1f} epochs")
+    say(f"sampling: temperature {temperature}, at most {max_new_tokens} new tokens; no top-k, top-p or penalties")

@@ -47,6 +47,7 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: one at the end, and one when the run is stopped
     keep: int = 2  # newest checkpoints to keep; 0: all
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker beside metrics.jsonl
+    quiet: bool = False  # print warnings, the scores before and after and the run folder, nothing else
     debug: bool = False  # show the traceback of an error
     # task and models
     model: str = "tiny/policy"  # causal language model, a folder or a hub id
@@ -119,7 +120,7 @@ def main(args: Args) -> None:
     eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
-        load_state(optimizer, state["optimizer"])
+        load_state(optimizer, state.pop("optimizer"))
     models = {"policy": policy, "reference": reference}
     describe(device, dtype, tokenizer, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
@@ -190,8 +191,8 @@ def main(args: Args) -> None:
             keep_best(logger.dir, policy, tokenizer, state, step, eval_metrics)
         logger.log(step, metrics, samples)
         if step == args.num_steps or stopping() or (args.save_every and step % args.save_every == 0):
-            state["optimizer"] = full_state(optimizer)
-            save_checkpoint(logger.dir, step, policy, tokenizer, state, args.keep)
+            saved = {"optimizer": full_state(optimizer)}
+            save_checkpoint(logger.dir, step, policy, tokenizer, state | saved, args.keep)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()
 

@@ -54,7 +54,7 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the passes
     kl: bool | None = None  # a reference; None: each script's default
     reward_model: bool = False
-    num_prompts: int = 64
+    num_prompts: int = 16
     group_size: int = 8
     prompt_tokens: int = 256
     max_new_tokens: int = 1024
@@ -128,12 +128,12 @@ def show(args: Args) -> None:
 
 
 def table(args: Args) -> None:
-    """Markdown: the peak of every script for each size and number of GPUs, GB on each GPU."""
-    print("| model | GPUs | " + " | ".join(f"`{script}.py`" for script in SCRIPTS) + " |\n|---|---|" + "---|" * len(SCRIPTS))
+    """Markdown: the peak for each size and number of GPUs, GB on each GPU; scripts with the same numbers share a column."""
+    kinds = {"grpo": "`reinforce.py` `rloo.py` `grpo.py`", "gspo": "`gspo.py` `cispo.py` (no reference)", "ppo": "`ppo.py`"}
+    print("| model | GPUs | " + " | ".join(kinds.values()) + " |\n|---|---|---|---|---|")
     for size in ("0.5B", "1.7B", "8B", "32B"):
         for gpus in (1, 8, 64):
-            a = replace(args, model_size=size, gpus=gpus, gradient_checkpointing=True)
-            peaks = [bytes_per_gpu(script, a)["peak"] / 1e9 for script in SCRIPTS]
+            peaks = [bytes_per_gpu(script, replace(args, model_size=size, gpus=gpus))["peak"] / 1e9 for script in kinds]
             print(f"| {size} | {gpus} | " + " | ".join(f"{peak:,.0f}" for peak in peaks) + " |")
 
 

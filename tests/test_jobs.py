@@ -80,6 +80,10 @@ def test_code_that_a_model_brings_is_run_only_if_trusted(tokenizer, tmp_path, ca
     run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
     assert len(metrics_of(tmp_path / "run")) == 3
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)).__name__ == "MyModel"
+    with open(folder / "mine.py", "a") as file:  # as code for older versions of transformers has it
+        file.write("\n    def forward(self, input_ids, past_key_values=None, **kwargs):\n        pass\n")
+    with pytest.raises(SystemExit, match=r"takes no cache and no logits_to_keep"):
+        run_command([*words[:-1], str(tmp_path / "old"), "--trust-remote-code"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -64,7 +64,7 @@ def weights_of(folder):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_addition_from_the_command_line_is_learnt(name, tmp_path):
     command = f"{name}.py --dataset tiny/addition.jsonl --eval-dataset tiny/addition-eval.jsonl --reward-fn exact_match"
-    command = [sys.executable, *shlex.split(command), "--num-steps", "40", "--eval-every", "20", "--output-dir", str(tmp_path / "run")]
+    command = [sys.executable, *shlex.split(command), "--num-steps", "40", "--eval-every", "0", "--output-dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     rows = metrics_of(tmp_path / "run")
@@ -80,7 +80,7 @@ def test_addition_from_the_command_line_is_learnt(name, tmp_path):
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "21+34=55"
 
 
-@pytest.mark.parametrize("name", ["rloo", "ppo", "gspo"])  # one of each kind; the others differ by what tests/test_loops.py checks
+@pytest.mark.parametrize("name", ["rloo", "gspo"])  # the others differ by what tests/test_loops.py checks
 def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
     rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
     rows = train(name, tmp_path / "run", num_steps=15, eval_every=0, lr=4e-4, warmup_steps=2, **rewards)
@@ -137,7 +137,7 @@ def test_at_learning_rate_0_nothing_moves(name, tmp_path):
         assert row.get("clip_fraction", 0.0) == 0.0 and row.get("kl", 0.0) == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["reinforce", "ppo", "grpo"])  # once in the reward, per token in the reward, in the loss
 def test_a_strong_kl_penalty_holds_the_policy_near_the_reference(name, tmp_path):
     options = SMALL | ADDITION | {"num_steps": 15, "eval_every": 0, "lr": 2e-4, "num_prompts": 16, "minibatch_size": 64}
     runs = (train(name, tmp_path / str(coef), **options | {"kl_coef": coef}) for coef in (1e-9, 5.0))
@@ -160,6 +160,16 @@ def test_options_run(name, options, tmp_path):
     rows = train(name, tmp_path / "run", **SMALL | options)
     assert len(rows) == 4 and all(math.isfinite(value) for row in rows for value in row.values())
     assert ("kl" in rows[1]) == (options.get("kl_coef", SCRIPTS[name].Args.kl_coef) != 0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_dynamic_sampling_that_finds_no_signal_at_all_goes_on_without(name, tmp_path):
+    """The start of a hard task: every group is dead, and so is every one that replaces it."""
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1=", "answer": "no"}\n{"prompt": "2+2=", "answer": "no"}\n' * 4)
+    (tmp_path / "hard-eval.jsonl").write_text('{"prompt": "1+1=", "answer": "no"}\n')
+    options = SMALL | ADDITION | {"dataset": str(tmp_path / "hard.jsonl"), "dynamic_sampling": 2, "num_steps": 2, "kl_coef": 0.0}
+    rows = train(name, tmp_path / "run", **options)
+    assert [row["no_signal_fraction"] for row in rows[1:]] == [1.0, 1.0] and rows[2]["grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
