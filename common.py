@@ -31,11 +31,12 @@ import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 import tyro
 from torch.nn.utils.rnn import pad_sequence
@@ -89,28 +90,34 @@ def ask_to_stop(process: int, number: int, frame) -> None:
     if os.getpid() != process:  # a child that a reward function forked: it has no step to finish
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    if asked_to_stop:
+    if asked_to_stop and num_ranks() == 1:  # torchrun passes on what the terminal has sent to all: once more is no second wish
         raise KeyboardInterrupt
+    if not asked_to_stop and rank() == 0:
+        once_more = "" if num_ranks() > 1 else "; once more to stop at once"
+        print(f"stopping after this step, with a checkpoint{once_more}", file=sys.stderr)
     asked_to_stop.append(number)
-    print("stopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
 
 
 def launch(main, Args, description: str) -> None:
     """Parse the command line into Args and run main(args); what the user can mend ends the run with one sentence."""
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each step as it comes
-    args = tyro.cli(Args, description=description)
+    join_ranks()
+    args = on_rank_0(partial(tyro.cli, Args, description=description))
     asked_to_stop.clear()
     handlers = {number: signal.signal(number, partial(ask_to_stop, os.getpid())) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.resume:
-            args = resumed(args, Args, description)
+            args = on_rank_0(partial(resumed, args, Args, description))
         check_ranges(args)
         quiet[:] = [True] * args.quiet
+        place_ranks(args.device, args.dtype, args.shard, args.gather_for_sampling)
         main(args)
+        leave_ranks()
     except KeyboardInterrupt:
         print("stopped at once; nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(130)
-    except (InputError, OSError, RuntimeError) as error:
+    except Exception as error:
+        wait_unless_first(error)
         no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if args.debug or not (no_memory or isinstance(error, (InputError, OSError))):
             raise
@@ -212,6 +219,207 @@ class Timer:
         self.last = now
 
 
+# --- several processes: ranks, as torchrun starts them ---
+
+# Every rank holds every batch in full and computes the same advantages and weights from it. What is split is the work: prompts to sample,
+# rows to score, microbatches; and, over the mesh, the weights, their gradients and the optimizer's state (FSDP2, arXiv:2304.11277).
+
+
+ranks: dict = {}  # empty in a single process; "store" is for small messages, "mesh" for weights, "gather" is --gather-for-sampling
+
+
+class OtherRankFailed(Exception):
+    """An error that another rank reports."""
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if ranks else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if ranks else 0
+
+
+def join_ranks() -> None:
+    """Under torchrun, join the other processes, with gloo on CPU and nccl on GPU; all but rank 0 print nothing from here on."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    ranks["store"], number, count = next(dist.rendezvous("env://"))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=ranks["store"], rank=number, world_size=count)
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")
+
+
+def place_ranks(device: str, dtype: str, shard: str, gather_for_sampling: bool) -> None:
+    """The mesh over which weights are sharded ("full") or, with a copy on each rank, only their gradients are summed ("none")."""
+    if num_ranks() == 1:
+        return
+    if device in ("auto", "cuda") and torch.cuda.is_available():  # before anything reaches a GPU
+        if (local := int(os.environ["LOCAL_RANK"])) >= torch.cuda.device_count():
+            raise InputError(f"each process needs a GPU; lower --nproc-per-node to the {torch.cuda.device_count()} of this machine")
+        torch.cuda.set_device(local)
+    kind = pick_device(device, dtype)[0]
+    if kind.type not in ("cpu", "cuda") or kind.index is not None:
+        raise InputError(f"--device {device} can't be shared by several processes; it must be auto, cpu or cuda")
+    shape = {"full": (num_ranks(),), "none": (num_ranks(), 1)}[shard]
+    ranks["mesh"] = dist.init_device_mesh(kind.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    ranks["gather"] = gather_for_sampling
+
+
+def leave_ranks() -> None:
+    if ranks:
+        ranks.clear()
+        dist.destroy_process_group()
+
+
+def wait_unless_first(error: Exception) -> None:
+    """Of all ranks, the first to fail says why; the others wait for torchrun to end them. An error of all ranks is said once, too."""
+    if ranks and (isinstance(error, OtherRankFailed) or ranks["store"].add("failed", 1) > 1):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(30)  # on another machine, torchrun may not know
+        os._exit(1)
+
+
+def everywhere(fn: Callable) -> list:
+    """[fn() of each rank], on every rank; tensors should be on the CPU. An exception on one rank stops all."""
+    if num_ranks() == 1:
+        return [fn()]
+    mine = error = None
+    try:
+        mine = fn()
+    except (Exception, SystemExit) as fault:
+        if getattr(fault, "out_of_step", False):
+            raise
+        error = fault
+    found = [None] * num_ranks()
+    dist.all_gather_object(found, (mine, error if error is None or isinstance(error, SystemExit) else OtherRankFailed()))
+    for _, fault in found:
+        if fault is not None:
+            raise error or fault
+    return [result for result, _ in found]
+
+
+def on_rank_0(fn: Callable):
+    """fn(), which only rank 0 calls; its result, or its exception, on every rank."""
+    return everywhere(fn if rank() == 0 else lambda: None)[0]
+
+
+def share(count: int) -> slice:
+    """This rank's part of count things in a row; it may be empty."""
+    return slice(count * rank() // num_ranks(), count * (rank() + 1) // num_ranks())
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """x, summed over all ranks in place."""
+    if num_ranks() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def stopping() -> bool:
+    """Whether a signal to stop has come, to whichever rank; all ranks get the same answer."""
+    asked = max(everywhere(lambda: asked_to_stop[:1]))
+    asked_to_stop.extend(asked)  # one that has come meanwhile stays there for the next time
+    return bool(asked)
+
+
+def sharded(model):
+    """The model with its weights on the mesh: each layer is gathered when it is needed and gradients are summed over the ranks."""
+    if num_ranks() == 1:
+        return model
+    from torch.distributed.fsdp import fully_shard  # half a second
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in [*reversed(layers), model]:
+        fully_shard(module, mesh=ranks["mesh"], reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the weights of a loss are those of all ranks
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    model.set_reduce_scatter_unused_params(True)  # the rows of a rank may leave an expert out
+    return model
+
+
+@contextmanager
+def in_step(model):
+    """Forward passes without gradient, each of which needs all ranks: a rank that is done joins in those of the others."""
+    if num_ranks() == 1 or model is None:
+        yield
+        return
+
+    def anyone(runs: bool) -> bool:
+        return summed(torch.tensor(float(runs))).item() > 0
+
+    hook, in_time = model.register_forward_pre_hook(lambda *_: anyone(True) and None, prepend=True), True
+    try:
+        yield
+    except Exception as error:
+        in_time = isinstance(error, InputError)  # else the others may be in the middle of a pass, and wait for this rank there
+        error.out_of_step = not in_time
+        raise
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            while in_time and anyone(False):
+                model(torch.zeros(1, 1, dtype=torch.long, device=ranks["mesh"].device_type))
+
+
+@contextmanager
+def gathered(model):
+    """The whole weights on each rank for many forward passes, or, with --no-gather-for-sampling, a layer at a time in each of them."""
+    if num_ranks() > 1 and not ranks["gather"]:
+        with in_step(model):
+            yield
+        return
+    modules = [module for module in model.modules() if hasattr(module, "unshard")] if num_ranks() > 1 else []
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in modules:
+        module.set_reshard_after_forward(True, recurse=False)
+        module.reshard()
+
+
+def full_state(owner) -> dict:
+    """state_dict() of a model or an optimizer in whole tensors, the same for any number of ranks; on rank 0, nothing on the others."""
+    if num_ranks() == 1:
+        return owner.state_dict()
+    if isinstance(owner, torch.nn.Module):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        state, names = get_model_state_dict(owner, options=options), {}
+        tied = ((name, names.setdefault(p, name)) for name, p in owner.named_parameters(remove_duplicate=False) if name in state)
+        return state | {name: state[first] for name, first in tied}
+
+    def whole(x):
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        return x.cpu() if rank() == 0 else None
+
+    state = owner.state_dict()
+    return state | {"state": {i: {name: whole(x) for name, x in entries.items()} for i, entries in state["state"].items()}}
+
+
+def load_state(owner, state: dict) -> None:
+    """Load what full_state gave on rank 0; each rank keeps its part."""
+    if num_ranks() == 1:
+        owner.load_state_dict(state)
+    elif isinstance(owner, torch.nn.Module):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(owner, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        from torch.distributed.tensor import distribute_tensor
+
+        parameters = [p for group in owner.param_groups for p in group["params"]]
+
+        def part(x, p):
+            return x if x.dim() == 0 else distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+        parts = {i: {name: part(x, parameters[i]) for name, x in entries.items()} for i, entries in state["state"].items()}
+        owner.load_state_dict(state | {"state": parts})
+
+
 # --- models ---
 
 
@@ -261,7 +469,8 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gr
             raise InputError(f"--gradient-checkpointing: {type(model).__name__} has no layers that can be recomputed")
         for layer in layers:
             layer.forward = partial(checkpointed, layer.forward)
-    return model.to(device).eval().requires_grad_(trainable)
+    model = model if ranks else model.to(device)  # sharding moves it layer by layer
+    return model.eval().requires_grad_(trainable)
 
 
 def checkpointed(forward: Callable, *args, **kwargs):
@@ -297,7 +506,7 @@ def load_policy(
                 torch.manual_seed(seed)
                 model = peft.get_peft_model(model, config)
         model.eval().compute_dtype = dtype
-    return model
+    return sharded(model)
 
 
 def adapter_rank(folder: str) -> int:
@@ -324,7 +533,7 @@ def load_reference(policy, path: str, device: torch.device, dtype: torch.dtype, 
     """The frozen model that the policy started from."""
     if hasattr(policy, "disable_adapter"):
         return WithoutAdapter(policy)
-    return prepare(pretrained(AutoModelForCausalLM, path, trust_remote_code), device, dtype, trainable=False)
+    return sharded(prepare(pretrained(AutoModelForCausalLM, path, trust_remote_code), device, dtype, trainable=False))
 
 
 def load_reward_model(path: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
@@ -377,7 +586,7 @@ def load_value_model(
         one, other = (source.base_model(torch.tensor([[0, i]], device=source.device)).last_hidden_state[0, 0] for i in (0, 1))
     if not torch.allclose(one, other, atol=1e-3):
         raise InputError(f"the value model {path} sees the tokens that come after; it must be a causal model")
-    return prepare(ValueModel(source), device, dtype, trainable=True, gradient_checkpointing=gradient_checkpointing)
+    return sharded(prepare(ValueModel(source), device, dtype, trainable=True, gradient_checkpointing=gradient_checkpointing))
 
 
 class ValueHead(torch.nn.Module):
@@ -388,6 +597,7 @@ class ValueHead(torch.nn.Module):
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)
         self.to(policy.device)
+        sharded(self)
         policy.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: setattr(self, "hidden", inputs[0]))
 
     def forward(self, batch: dict) -> torch.Tensor:
@@ -495,11 +705,18 @@ def generate(
     """
     device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
     prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
-    rows = first_row + len(prompts) * group_size
-    uniform = torch.rand(rows, max_new_tokens, generator=generator(*key), dtype=torch.float64)[first_row:]
+    mine = share(len(prompts))
+    first, end = (first_row + i * group_size for i in (mine.start, mine.stop))
+    uniform = torch.rand(end, max_new_tokens, generator=generator(*key), dtype=torch.float64)[first:]
     stops = torch.tensor(stop_token_ids(policy, tokenizer), device=device)
-    with torch.no_grad(), autocast(policy):
-        new_ids, logprobs, length, truncated = sample_completions(policy, prompt_ids, uniform.to(device, wide), stops, temperature)
+
+    def sample():
+        with torch.no_grad(), autocast(policy), gathered(policy):
+            if len(uniform):
+                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide), stops, temperature)
+                return [x.cpu() for x in sampled]
+
+    new_ids, logprobs, length, truncated = (torch.cat(parts).to(device) for parts in zip(*filter(None, everywhere(sample))))
     if not (finite := torch.isfinite(logprobs).all(1)).all():
         text = prompts[int(finite.logical_not().nonzero()[0, 0]) // group_size].text
         raise InputError(f"the log-probabilities of {key[1:]} are not finite for prompt {text!r}; try a lower --lr, or the model is broken")
@@ -556,6 +773,23 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int | None, key: t
             yield select(batch, rows)
 
 
+def in_turn(cut: Callable) -> Callable:
+    """Of the pieces that cut yields, one in turn to each rank; a rank left without one gets a row that carries no weight and has no place.
+
+    So all ranks run as many passes, in which weights are gathered and gradients summed.
+    """
+
+    @wraps(cut)
+    def pieces_of_rank(*args, **kwargs):
+        pieces = list(cut(*args, **kwargs))
+        rest = {name: x[:1] * (name != "weights") for name, x in pieces[-1].items()} | {"rows": pieces[-1]["rows"][:0]}
+        pieces += [rest] * (-len(pieces) % num_ranks())
+        yield from pieces[rank() :: num_ranks()]
+
+    return pieces_of_rank
+
+
+@in_turn
 def microbatches(batch: dict, microbatch_tokens: int):
     """Cut a batch into pieces of at most microbatch_tokens tokens, padding included (one row at least), each cut to its own width.
 
@@ -565,6 +799,7 @@ def microbatches(batch: dict, microbatch_tokens: int):
     prompt_length, completion_length = batch["prompt_length"].tolist(), batch["mask"].sum(1).long().tolist()
     prompt = batch["prompt_id"].tolist() if "prompt_id" in batch else range(len(prompt_length))
     length = [p + t for p, t in zip(prompt_length, completion_length)]
+    most = math.ceil(len(length) / num_ranks())  # rows, so that there is work for every rank
 
     def cut(key: Callable) -> tuple[int, list[list[int]]]:
         """The tokens of all pieces, and the pieces."""
@@ -575,7 +810,7 @@ def microbatches(batch: dict, microbatch_tokens: int):
                 shared = together[0] | shared[0], *map(max, together[1:], shared[1:])
                 n, prompts = len(pieces[-1]) + 1, len(shared[0])
                 size = n * shared[3] if n == prompts else prompts * shared[1] + n * shared[2]
-            if not pieces or size > microbatch_tokens:
+            if not pieces or size > microbatch_tokens or len(pieces[-1]) == most:
                 pieces, sizes = pieces + [[]], sizes + [0]
                 shared, size = ({prompt[row]}, prompt_length[row], completion_length[row], length[row]), length[row]
             pieces[-1].append(row)
@@ -602,6 +837,7 @@ def no_grad_pass(fn: Callable, batch: dict, microbatch_tokens: int):
         results = results or tuple(torch.zeros_like(batch["mask"]) for _ in pieces)
         for result, piece in zip(results, pieces):
             result[micro["rows"], : piece.shape[1]] = piece
+    results = tuple(map(summed, results))  # of the other ranks, where this one has 0
     return results if isinstance(outputs, tuple) else results[0]
 
 
@@ -667,8 +903,13 @@ class LogprobsAndEntropy(torch.autograd.Function):
 
 
 def can_share_prompts(model) -> bool:
-    """Whether a prompt's key-value cache can be repeated for its completions: all of it in every layer, and no layer computed twice."""
-    return not getattr(model, "recomputed", False) and all(type(x) is DynamicLayer for x in DynamicCache(config=model.config).layers)
+    """Whether a prompt's key-value cache can be repeated for its completions: all of it in every layer, and no layer computed twice.
+
+    NOTE: sharded weights are there for a layer's backward pass only once its output has a gradient; a prompt's last layer gets none but
+    through the cache.
+    """
+    computed_once = not getattr(model, "recomputed", False) and num_ranks() == 1
+    return computed_once and all(type(x) is DynamicLayer for x in DynamicCache(config=model.config).layers)
 
 
 def completion_inputs(model, read: Callable, batch: dict) -> tuple[dict, torch.Tensor]:
@@ -989,7 +1230,7 @@ def load_rewards(
         raise InputError(f"a reward is given twice: {', '.join(specs)}; give it once, with --reward-weights")
     rewards = []
     if reward_model:
-        model = load_reward_model(reward_model, device, dtype, trust_remote_code)
+        model = sharded(load_reward_model(reward_model, device, dtype, trust_remote_code))
         tokenizer = pretrained(AutoTokenizer, reward_model, trust_remote_code)
         rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens, system_prompt), model))
     names = [spec.rpartition(":")[2] for spec in reward_fn]
@@ -999,26 +1240,35 @@ def load_rewards(
     return rewards
 
 
+def scores_of(reward: Reward, prompts: list[Prompt], completions: list[str], step: int) -> list[float]:
+    """What a reward function gives, checked."""
+    with in_step(reward.model):
+        values = reward.fn([p.text for p in prompts], completions, [p.row for p in prompts]) if prompts else []
+    is_list = hasattr(values, "__len__") and not isinstance(values, (dict, set, str)) and getattr(values, "ndim", 1) == 1
+    if not is_list or len(values) != len(completions):
+        found = f"{len(values)} scores" if is_list else f"{str(values):.60}, not a list,"
+        raise InputError(f"reward {reward.name} returned {found} for {len(completions)} completions")
+    values = list(values)
+    for i, value in enumerate(values):
+        try:
+            values[i] = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            values[i] = math.nan
+        if not abs(values[i]) < 1e30:  # nan, and what float32 can't hold
+            where = f"prompt {prompts[i].text!r}, completion {completions[i]!r}"
+            raise InputError(f"reward {reward.name} returned {value!r}, not a finite number, in step {step} for {where}")
+    return values
+
+
 def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
     """Entries for the batch: "rewards" (B,), the weighted sum, and "reward/NAME" (B,) of each where there are several."""
-    prompts, completions = batch["prompts"], batch["completions"]
+    prompts = batch["prompts"]
+    groups = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]] + [len(prompts)]
+    mine = slice(groups[(part := share(len(groups) - 1)).start], groups[part.stop])  # rows of whole groups
+    parts = everywhere(lambda: [scores_of(reward, prompts[mine], batch["completions"][mine], step) for reward in reward_fns])
     each = {}
-    for name, weight, fn, _ in reward_fns:
-        values = fn([p.text for p in prompts], completions, [p.row for p in prompts])
-        is_list = hasattr(values, "__len__") and not isinstance(values, (dict, set, str)) and getattr(values, "ndim", 1) == 1
-        if not is_list or len(values) != len(completions):
-            found = f"{len(values)} scores" if is_list else f"{str(values):.60}, not a list,"
-            raise InputError(f"reward {name} returned {found} for {len(completions)} completions")
-        values = list(values)
-        for i, value in enumerate(values):
-            try:
-                values[i] = math.nan if isinstance(value, str) else float(value)
-            except (TypeError, ValueError):
-                values[i] = math.nan
-            if not abs(values[i]) < 1e30:  # nan, and what float32 can't hold
-                where = f"prompt {prompts[i].text!r}, completion {completions[i]!r}"
-                raise InputError(f"reward {name} returned {value!r}, not a finite number, in step {step} for {where}")
-        each[f"reward/{name}"] = weight, torch.tensor(values, device=batch["mask"].device)
+    for reward, *values in zip(reward_fns, *parts):
+        each[f"reward/{reward.name}"] = reward.weight, torch.tensor(sum(values, []), device=batch["mask"].device)
     total = {"rewards": sum(weight * values for weight, values in each.values())}
     return total | {name: values for name, (_, values) in each.items()} if len(each) > 1 else total
 
@@ -1229,6 +1479,8 @@ def summarize(batch: dict, totals: dict, laps: dict) -> dict:
     kl: nats per completion, k3 summed over its tokens, from the log-probabilities as sampled.
     """
     totals = {name: float(value) for name, value in totals.items()}
+    of_a_rank = [name for name in totals if name != "updates" and not name.endswith("grad_norm")]
+    totals |= zip(of_a_rank, summed(torch.tensor([totals[name] for name in of_a_rank], dtype=torch.float64)).tolist())
     updates, weights, gap_weights = totals.pop("updates"), totals.pop("weights"), totals.pop("gap_weights")
     if (gap := totals.pop("sampler_gap") / (gap_weights or 1.0)) > 0.5:
         raise InputError(
@@ -1268,9 +1520,7 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     anew = None, {"step": 0, "consumed": 0}
     if run_folder is None:
         return anew
-    for old in Path(run_folder).glob(".*.old"):  # the process died between two names
-        if not (folder := old.with_name(old.name[1:-4])).exists() and not old.name.startswith(".checkpoint"):
-            old.rename(folder)
+    on_rank_0(lambda: put_back(Path(run_folder)))
     found = checkpoints(Path(run_folder))
     if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
         print(f"{run_folder} has no checkpoint yet: the run begins anew")
@@ -1283,17 +1533,29 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
         raise InputError(f"{found[-1]}/state.pt can't be read ({str(error).splitlines()[0]}); move that checkpoint away") from error
 
 
+def put_back(run_folder: Path) -> None:
+    """The folders whose old one had given its name away when the process died."""
+    for old in run_folder.glob(".*.old"):
+        if not (folder := old.with_name(old.name[1:-4])).exists() and not old.name.startswith(".checkpoint"):
+            old.rename(folder)
+
+
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
-    """A folder that from_pretrained loads, with what --resume needs beside it.
+    """A folder that from_pretrained loads, with what --resume needs beside it. All ranks call this and rank 0 writes.
 
     It is written under another name and gets its own when it is complete and on the disk; an older folder of that name goes only then.
     """
-    if not all(torch.isfinite(p).all() for p in policy.parameters()):
+    weights = full_state(policy)
+    on_rank_0(lambda: write_model(folder, policy, weights, tokenizer, state))
+
+
+def write_model(folder: Path, policy, weights: dict, tokenizer, state: dict | None) -> None:
+    if not all(torch.isfinite(x).all() for x in weights.values()):
         raise InputError(f"the policy's weights are not finite, so {folder} was not saved; try a lower --lr")
     unfinished, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        policy.save_pretrained(unfinished)
+        policy.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
         if state is not None:
             torch.save(state, unfinished / "state.pt")
@@ -1330,11 +1592,12 @@ def checkpoints(run_folder: Path) -> list[Path]:
 def save_checkpoint(run_folder: Path, step: int, policy, tokenizer, state: dict, keep: int) -> None:
     """checkpoint-STEP, after which all but the newest keep go (0: none goes). On a signal to stop, the run ends here."""
     save_model(run_folder / f"checkpoint-{step}", policy, tokenizer, state | {"step": step})
-    for old in checkpoints(run_folder)[:-keep] if keep else []:
+    for old in checkpoints(run_folder)[:-keep] if keep and rank() == 0 else []:
         old = old.rename(old.with_name(f".{old.name}.old"))
         shutil.rmtree(old, ignore_errors=True)
-    if asked_to_stop:
-        print(f"stopped after step {step}; continue with --resume {run_folder}", file=sys.stderr)
+    if stopping():
+        if rank() == 0:
+            print(f"stopped after step {step}; continue with --resume {run_folder}", file=sys.stderr)
         sys.exit(128 + asked_to_stop[0])
 
 
@@ -1370,12 +1633,14 @@ def absolute(option):
 
 
 class Logger:
-    """The run folder, the progress on the screen, and a tracker."""
+    """The run folder, the progress on the screen, and a tracker; rank 0's alone."""
 
     def __init__(self, name: str, config: dict, start: int):
         self.num_steps, self.start = config["num_steps"], start
-        self.dir = Path(config["output_dir"] or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-        config = dict(config)
+        self.dir = Path(config["output_dir"] or on_rank_0(lambda: f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+        on_rank_0(lambda: self.open(name, dict(config), start))
+
+    def open(self, name: str, config: dict, start: int) -> None:
         if not config["resume"] and [name for name in self.dir.glob("*") if re.fullmatch(RUN_FILES, name.name)]:
             raise InputError(f"--output-dir {self.dir} already holds a run; name another folder, or continue it with --resume {self.dir}")
         if start > self.num_steps:  # at num_steps the process may have died before final/ was written
@@ -1393,6 +1658,8 @@ class Logger:
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
         """One line in metrics.jsonl, the samples in samples.jsonl, the figures on the screen, and with an evaluation a sample."""
+        if rank() > 0:
+            return
         metrics = {"step": step} | metrics
         with open(self.dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
@@ -1417,6 +1684,8 @@ class Logger:
 
     def close(self) -> None:
         """The held-out scores before and after, and where everything lies."""
+        if rank() > 0:
+            return
         self.bar.close()
         self.end_tracking()
         metrics, samples = read_lines(self.dir / "metrics.jsonl"), read_lines(self.dir / "samples.jsonl")
@@ -1529,7 +1798,8 @@ def describe(
     for reward in reward_fns:
         if reward.fn in (exact_match, math_answer):  # refuses a row without an answer now, not when its turn comes
             reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
-    say(f"device: {device}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
+    several = f" x {num_ranks()} ({'each with a copy of the weights' if ranks['mesh'].ndim > 1 else 'weights sharded'})" if ranks else ""
+    say(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
     for name, model in (models | {r.name: r.model for r in reward_fns}).items():
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))

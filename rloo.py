@@ -23,11 +23,11 @@ from typing import Literal
 import torch
 
 from common import (
-    InputError, Logger, Timer, accumulate, asked_to_stop, check_finite, describe, evaluate, generate, importance_weighted,
+    InputError, Logger, Timer, accumulate, check_finite, describe, evaluate, full_state, generate, importance_weighted,
     keep_best, kl_estimate, launch, load_checkpoint, load_eval_prompts, load_policy, load_prompts, load_reference, load_rewards,
-    load_tokenizer, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_sum, microbatches, minibatches,
-    no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_checkpoint, save_model, score, summarize, take,
-    weighted_sum,
+    load_state, load_tokenizer, logprobs_and_entropy_of, logprobs_of, loss_weights, lr_factor, masked_sum, microbatches,
+    minibatches, no_grad_pass, normalize, pick_device, rollout_metrics, samples_of, save_checkpoint, save_model, score,
+    stopping, summarize, take, weighted_sum,
 )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ class Args:
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
+    shard: Literal["full", "none"] = "full"  # with several processes: weights and optimizer spread over them, or a copy on each
+    gather_for_sampling: bool = True  # the whole weights on each of them while it samples; else layer by layer: less memory, slower
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
     eval_samples: int = 1  # completions per held-out prompt; k > 1 also gives eval_pass@k
     eval_temperature: float | None = None  # of those completions; 0: the likeliest token; None: as --temperature
@@ -118,7 +120,7 @@ def main(args: Args) -> None:
     eval_prompts = load_eval_prompts(args.eval_dataset, args.dataset, tokenizer, args.max_prompt_tokens, args.system_prompt)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     if checkpoint:
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(optimizer, state["optimizer"])
     models = {"policy": policy, "reference": reference}
     describe(device, dtype, tokenizer, models, reward_fns, prompts, eval_prompts, **vars(args))
     logger = Logger(Path(__file__).stem, vars(args), state["step"])
@@ -188,8 +190,8 @@ def main(args: Args) -> None:
             metrics, samples = metrics | eval_metrics, samples + eval_samples
             keep_best(logger.dir, policy, tokenizer, state, step, eval_metrics)
         logger.log(step, metrics, samples)
-        if step == args.num_steps or asked_to_stop or (args.save_every and step % args.save_every == 0):
-            state["optimizer"] = optimizer.state_dict()
+        if step == args.num_steps or stopping() or (args.save_every and step % args.save_every == 0):
+            state["optimizer"] = full_state(optimizer)
             save_checkpoint(logger.dir, step, policy, tokenizer, state, args.keep)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()

@@ -17,9 +17,9 @@ output matrix sets its logit. With another number it ends a completion with prob
 
 TRL as a user would set it for speed: the batch in one piece, no gradient checkpointing (its default is on), the same dtype as ours,
 no logging, tracking or saving, its default optimizer (fused AdamW); its losses and all else are its defaults. Our scripts keep theirs,
-the microbatch of 2048 tokens included. PPO left TRL after 1.12, the version to install for its figures (with `requests`, which
-it forgets to name); it always has a reference and a reward model, so ours gets both, too, and it samples one completion of each of
-prompts x completions prompts.
+but for a microbatch of 1024 tokens with the larger model, for memory. PPO left TRL after 1.12, the version to install for its figures
+(with `requests`, which it forgets to name); it always has a reference and a reward model, so ours gets both, too, and it samples one
+completion of each of prompts x completions prompts.
 
 The floor counts the floating-point operations of a step that reads each prompt once per group, in sampling and in training, and makes
 logits where a completion token is predicted and nowhere else (2 per weight and token forward, 4 backward, and attention), over the rate
@@ -72,14 +72,15 @@ class Workload:
     memory: float | None = None  # peak, in that of TRL: what we aim at
     kl_coef: float = 0.0
     stop: float = 0.0  # probability that a token ends its completion
+    microbatch_tokens: int = 2048  # ours
 
 
 WORKLOADS = {
     "W1": Workload("tiny", 16, 8, 16, 32),
     "W1k": Workload("tiny", 16, 8, 16, 32, kl_coef=0.04),
-    "W2": Workload("135M", 2, 8, 64, 64, speed=2.2, memory=0.5),
+    "W2": Workload("135M", 2, 8, 64, 64, speed=2.2, memory=0.5, microbatch_tokens=1024),
     "W3": Workload("tiny", 16, 8, 16, 128, speed=3.0, memory=0.5, stop=1 / 32),
-    "W4": Workload("135M", 2, 8, 384, 64, speed=4.0, memory=0.4),
+    "W4": Workload("135M", 2, 8, 384, 64, speed=4.0, memory=0.4, microbatch_tokens=1024),
 }
 SHAPES = {  # the tiny one is that of tiny/policy, the other that of SmolLM2-135M; both tie input and output embeddings
     "tiny": {"layers": 4, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "vocabulary": 100},
@@ -149,7 +150,7 @@ def ours(job: dict) -> dict:
     result, marks = {"imports_mib": peak()}, []
     script.summarize = noted(script.summarize, lambda _: marks.append((time.perf_counter(), peak(job["device"]))))
     script.generate = noted(script.generate, lambda _: result.setdefault("startup", time.time() - job["started"]))
-    flags = {name: job[name] for name in ("num_prompts", "group_size", "kl_coef", "device", "dtype", "output_dir")}
+    flags = {name: job[name] for name in ("num_prompts", "group_size", "kl_coef", "microbatch_tokens", "device", "dtype", "output_dir")}
     flags |= {"model": job["folder"] + "/policy", "dataset": job["folder"] + "/prompts.jsonl", "num_steps": job["warmup"] + job["steps"]}
     flags |= {"max_new_tokens": job["completion_tokens"], "lr": 1e-6, "minibatch_size": None, "eval_every": 0}
     if job["algorithm"] == "ppo":
@@ -465,6 +466,37 @@ def sweep(args: Args, folder: Path) -> dict:
     return figures
 
 
+def draw(figures: dict, path: Path) -> None:
+    """Seconds of a step of GRPO as bars, ours over TRL's over the floor's, each workload as shares of TRL's step."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    works = [name for name in WORKLOADS if "trl" in figures.get(name, {}).get("grpo", {})]
+    fig, axes = pyplot.subplots(len(works), 1, figsize=(8, 1.1 * len(works)), sharex=True, squeeze=False)
+    colours = {"generate": "tab:blue", "score": "tab:orange", "update": "tab:green", "other": "lightgrey"}
+    for ax, name in zip(axes[:, 0], works):
+        f = figures[name]
+        bars = {side: {lap: f["grpo"][side][lap][0] for lap in list(colours)[:3]} for side in ("trl", "ours")}
+        for side, laps in bars.items():
+            laps["other"] = max(0.0, f["grpo"][side]["seconds"][0] - sum(laps.values()))
+        bars = ({"floor": f["floor"]} if "floor" in f else {}) | {"ours": bars["ours"], "TRL": bars["trl"]}
+        whole = f["grpo"]["trl"]["seconds"][0]
+        for row, laps in enumerate(bars.values()):
+            left = 0.0
+            for lap, seconds in laps.items():
+                ax.barh(row, seconds / whole, left=left, color=colours[lap], label=lap if ax is axes[0, 0] and row == 1 else None)
+                left += seconds / whole
+            ax.text(left + 0.01, row, f"{left * whole:.3g} s", va="center", fontsize=8)
+        ax.set_yticks(range(len(bars)), list(bars), fontsize=8)
+        ax.set_ylabel(name, rotation=0, labelpad=18)
+    axes[-1, 0].set_xlabel("share of TRL's step")
+    axes[0, 0].set_xlim(0, 1.15)
+    fig.legend(loc="upper center", ncols=4, fontsize=8)
+    fig.savefig(path, dpi=110, bbox_inches="tight")
+
+
 def slope(x: list[float], y: list[float]) -> float:
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
@@ -490,14 +522,20 @@ def main(args: Args) -> None:
         them = run(versions, args.trl_python, {"folder": folder}) if args.trl_python and not args.sweep else {}
         if them and "ppo" in args.algorithms and not them["has_ppo"]:
             print(f"TRL {them['versions']['trl']} ships no PPOTrainer (1.12.0 was the last that did), so only our PPO is measured")
-        figures = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-        figures |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
-        figures |= {"versions": us["versions"], "trl_versions": them.get("versions")}
-        print(json.dumps(figures, indent=2))
-        figures["figures"] = sweep(args, Path(folder)) if args.sweep else measure(args, Path(folder), them.get("has_ppo", False))
-    output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
+        facts = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
+        facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
+        facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
+        print(json.dumps(facts, indent=2))
+        output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
+        if args.sweep:
+            figures = facts | sweep(args, Path(folder))
+        else:  # workloads that are not measured this time keep their figures
+            figures = json.loads(output.read_text()) if output.exists() else {}
+            figures |= {name: facts | f for name, f in measure(args, Path(folder), them.get("has_ppo", False)).items()}
     output.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nfigures: {output}")
+    if importlib.util.find_spec("matplotlib") and not args.sweep and args.trl_python:
+        draw(figures, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_out_of_memory_says_what_to_turn_first(name, tmp_path, monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(common, "token_entropy", no_memory)
+    monkeypatch.setattr(common, "completion_logits", no_memory)
     with pytest.raises(SystemExit, match="error: out of memory; lower --microbatch-tokens first.* --gradient-checkpointing.* --lora-rank"):
         run_command([f"{name}.py", *words_of(SMALL | ADDITION | {"output_dir": tmp_path / "run"})])
 
