@@ -110,8 +110,8 @@ def launch(main, Args, description: str) -> None:
         if args.resume:
             args = on_rank_0(partial(resumed, args, Args, description))
         check_ranges(args)
-        place_ranks(args.device, args.dtype, args.shard, args.gather_for_sampling)
         quiet[:] = [True] * args.quiet
+        place_ranks(args.device, args.dtype, args.shard, args.gather_for_sampling)
         main(args)
         leave_ranks()
     except KeyboardInterrupt:

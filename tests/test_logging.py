@@ -89,6 +89,9 @@ def test_tensorboard(tmp_path):
     assert [event.step for event in texts] == [0, 2, 4, 5, 4, 6]  # with an evaluation, and at the end of each part
     table = texts[-1].tensor_proto.string_val[0].decode().splitlines()
     assert [line.count("|") for line in table] == [5, 5, 5, 5]  # the bar in the completion opens no cell, its line break no row
+    log, _ = common.open_tracker("tensorboard", tmp_path / "open", {}, 0)
+    log({"step": 1, "kl": 2.0}, [])  # and the process dies: what it has logged is on the disk
+    assert [event.step for event in EventAccumulator(str(tmp_path / "open")).Reload().Scalars("kl")] == [1]
     assert table[0] == "| held_out | prompt | completion | reward |" and table[3] == "| True | '1+1=' | 'a&#124;b\\nc' | 0.5 |"
 
 
@@ -139,10 +142,10 @@ def test_trackio(tmp_path, monkeypatch):
 # --- the screen ---
 
 
-def log_long_samples(folder, monkeypatch, **options):
-    """Steps 0 to 4, whose samples don't fit a line."""
+def log_long_samples(folder, monkeypatch, steps=range(5)):
+    """Steps whose samples don't fit a line."""
     monkeypatch.setitem(SAMPLE, "completion", "\x1b[1m" + "So 7 times 8 is fifty-six, and " * 40 + "the answer is 56.\n")
-    log_run(folder, range(5), **options)
+    log_run(folder, steps)
 
 
 def test_a_log_file_has_one_line_per_step_and_no_control_characters(tmp_path, capfd, monkeypatch):
@@ -171,14 +174,14 @@ def test_a_terminal_of_80_columns(tmp_path, monkeypatch):
     with open(end, "w") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
         patch.setattr(sys, "stderr", terminal)
-        log_long_samples(tmp_path / "run", patch)
+        log_long_samples(tmp_path / "run", patch, range(6))
         terminal.flush()
         text = os.read(screen, 1 << 16).decode()
     os.close(screen)
     drawn = [piece.rstrip() for piece in re.split("[\r\n]+", text)]
     assert max(map(len, drawn)) <= 80 and "\x1b" not in text.replace("\x1b[A", "")
-    bars = [piece for piece in drawn if re.match(r"grpo \d/4 ", piece)]
-    assert re.fullmatch(r"grpo 4/4 \S+ 00:\d\d<00:00, reward 4.000, kl 4.25, length 4.4, eval 4.625", bars[-1]), bars
+    bars = [piece for piece in drawn if re.match(r"grpo \d/5 ", piece)]
+    assert re.fullmatch(r"grpo 5/5 \S+ 00:\d\d<00:00, reward 5.000, kl 5.25, length 5.4, eval 4.625", bars[-1]), bars  # the latest
     assert [int(piece[5]) for piece in drawn if piece.startswith("step ")] == [0, 2, 4]  # evaluations scroll by above the bar
     assert "    '1+1=' -> '\\x1b[1mSo 7 times 8 is" in text and "    before: '\\x1b[1mSo 7 times 8 is" in text
 
