@@ -714,17 +714,18 @@ def generate(
     key seeds one uniform number per row (from first_row on) and token position, so a completion depends on nothing else in the batch.
     """
     device, wide = policy.device, torch.float32 if policy.device.type == "mps" else torch.float64
-    below_1 = 1 - torch.finfo(wide).eps / 2  # what rounding to float32 could reach
     prompt_ids = [torch.tensor(p.ids, device=device) for p in prompts]
     mine = share(len(prompts))
     first, end = (first_row + i * group_size for i in (mine.start, mine.stop))
     uniform = torch.rand(end, max_new_tokens, generator=generator(*key), dtype=torch.float64)[first:]
+    if wide == torch.float32:
+        uniform = uniform.clamp(max=1 - 2**-24)  # else rounding may make it 1, and the token one of probability 0
     stops = torch.tensor(stop_token_ids(policy, tokenizer), device=device)
 
     def sample():
         with torch.no_grad(), autocast(policy), gathered(policy):
             if len(uniform):
-                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide).clamp(max=below_1), stops, temperature)
+                sampled = sample_completions(policy, prompt_ids[mine], uniform.to(device, wide), stops, temperature)
                 return [x.cpu() for x in sampled]
 
     new_ids, logprobs, length, truncated = (torch.cat(parts).to(device) for parts in zip(*filter(None, everywhere(sample))))

@@ -155,7 +155,7 @@ def test_a_pad_that_is_the_eos_hides_no_eos(tokenizer, monkeypatch):
     close(batch["logprobs"], common.logprobs_of(model, 1.0, batch).detach())
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["reinforce", "ppo", "grpo"])
 def test_shorter_is_better_teaches_to_stop_with_a_pad_that_is_the_eos(name, tokenizer, tmp_path):
     tokenizer.pad_token, model = tokenizer.eos_token, common.load_policy("tiny/policy", CPU, torch.float32)
     model.config.pad_token_id = model.generation_config.pad_token_id = EOS
