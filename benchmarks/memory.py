@@ -110,8 +110,9 @@ def bytes_per_gpu(script: str, a: Args) -> dict[str, float]:
         completions = tokens * a.max_new_tokens * a.group_size / (a.prompt_tokens + a.group_size * a.max_new_tokens)
     else:
         completions = tokens * a.max_new_tokens / (a.prompt_tokens + a.max_new_tokens)
-    kept = kept_per_token(s, a.dtype)
-    found["activations"] = tokens * (s.layers * 4 * s.hidden + kept if a.gradient_checkpointing else s.layers * kept)
+    models = 2 if script == "ppo" else 1  # the value model's pass is kept beside the policy's, for one backward pass
+    kept, copies = kept_per_token(s, a.dtype), copies * models
+    found["activations"] = models * tokens * (s.layers * 4 * s.hidden + kept if a.gradient_checkpointing else s.layers * kept)
     found["logits"] = completions * s.vocabulary * 8
     found["updating"] = found["activations"] + found["logits"] + copies + (8 * (2 * layer + ends) if parts > 1 else 0)
     held = sum(found[name] for name in ("weights", "gradients", "optimizer", "reference", "reward model", "value model"))

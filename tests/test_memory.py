@@ -33,7 +33,7 @@ def test_a_small_example_by_hand(monkeypatch):
     assert [found[name] for name in ("weights", "gradients", "optimizer", "reference", "value model")] == [1200, 1200, 2400, 1200, 4800]
     assert found["cache"] == 6 * (5 + 7) * 2 * 2 * 1 * 2 * 4  # rows, tokens, layers, keys and values, heads, their width, bytes
     assert found["sampling"] == found["cache"] + 6 * 10 * 20
-    assert found["activations"] == 26 * 2 * 4 * (6 * 4 + 5 * 4 + 4 * 2 + 4 * 6)
+    assert found["activations"] == 2 * 26 * 2 * 4 * (6 * 4 + 5 * 4 + 4 * 2 + 4 * 6)  # policy and value model
     assert found["logits"] == 26 * 7 / 12 * 10 * 8 and memory.bytes_per_gpu("grpo", a)["logits"] == 26 * 21 / 26 * 10 * 8
     assert found["peak"] == 10800 + max(found["sampling"], found["updating"])
     two = memory.bytes_per_gpu("gspo", replace(a, gpus=2))

@@ -135,9 +135,9 @@ def tokens_of(micro):
 
 
 def test_long_prompts_keep_their_completions_together_and_ragged_completions_go_by_length():
-    # 2 prompts of 384 tokens, 8 completions of 64 each: 384 + 512 = 896 tokens a group
-    long = list(common.microbatches(made_up([384, 384], [64] * 16, 8), 1000))
-    assert [tokens_of(micro) for micro in long] == [896, 896]
+    # 2 prompts of 384 tokens with 8 completions each, 384 + 8 * 64 = 896 and 384 + 8 * 62 = 880 tokens; by length both would be read each time
+    long = list(common.microbatches(made_up([384, 384], [*range(64, 32, -4), *range(62, 30, -4)], 8), 1000))
+    assert [tokens_of(micro) for micro in long] == [896, 880] and all(len(micro["prompt_id"].unique()) == 1 for micro in long)
     # by prompt every group would be padded to 100: 4 * (2 + 400) tokens; by length one piece holds the long ones
     ragged = list(common.microbatches(made_up([2] * 4, [100, 1, 1, 1] * 4, 4), 420))
     assert [len(micro["mask"]) for micro in ragged] == [4, 12] and sum(map(tokens_of, ragged)) == 4 * 102 + 4 * 2 + 12
