@@ -804,14 +804,15 @@ def microbatches(batch: dict, microbatch_tokens: int):
         """The tokens of all pieces, and the pieces."""
         pieces, sizes = [], []
         for row in sorted(range(len(length)), key=key):
-            shared = {prompt[row]}, prompt_length[row], completion_length[row], length[row]  # prompts, and the greatest lengths
+            alone = {prompt[row]}, prompt_length[row], completion_length[row], length[row]  # prompts, and the greatest lengths
             if pieces:
-                shared = together[0] | shared[0], *map(max, together[1:], shared[1:])
+                shared = together[0] | alone[0], *map(max, together[1:], alone[1:])
                 n, prompts = len(pieces[-1]) + 1, len(shared[0])
                 size = n * shared[3] if n == prompts else prompts * shared[1] + n * shared[2]
             if not pieces or size > microbatch_tokens or len(pieces[-1]) == most:
-                pieces, sizes = pieces + [[]], sizes + [0]
-                shared, size = ({prompt[row]}, prompt_length[row], completion_length[row], length[row]), length[row]
+                pieces.append([])
+                sizes.append(0)
+                shared, size = alone, length[row]
             pieces[-1].append(row)
             together, sizes[-1] = shared, size
         return sum(sizes), pieces

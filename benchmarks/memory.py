@@ -106,7 +106,7 @@ def bytes_per_gpu(script: str, a: Args) -> dict[str, float]:
     found["sampling"] = found["cache"] + one_row + copies + (gathered if parts > 1 else 0)
 
     tokens = a.microbatch_tokens
-    if parts == 1 and a.gpus == 1 and not a.gradient_checkpointing and script != "ppo":  # prompts are read once for their completions
+    if a.gpus == 1 and not a.gradient_checkpointing and script != "ppo":  # prompts are read once for their completions
         completions = tokens * a.max_new_tokens * a.group_size / (a.prompt_tokens + a.group_size * a.max_new_tokens)
     else:
         completions = tokens * a.max_new_tokens / (a.prompt_tokens + a.max_new_tokens)
