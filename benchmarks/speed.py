@@ -408,7 +408,7 @@ def measure(args: Args, folder: Path, theirs_has_ppo: bool) -> dict:
                 aims = f"aims: {w.speed:g}x" + (f", {w.memory:g}x" if w.memory else "")
                 (speed, low, high), memory = ratio["speed"], ratio["memory"]
                 print(f"    ours / trl: {speed:.2f}x tokens/s ({low:.2f}..{high:.2f} by round), {memory:.2f}x peak memory; {aims}")
-        if w.shape == "135M":
+        if not w.stop:  # else the lengths, and with them the work, are drawn
             figures[name]["rates"] = found = run(rates, sys.executable, job)
             figures[name]["floor"] = least = floor(w, parameters, found, 4 if args.dtype == "float32" else 2)
             at = f"{found['layers'] / 1e9:.0f} and {found['vocabulary'] / 1e9:.0f} GFLOP/s, {found['bandwidth'] / 1e9:.1f} GB/s"
@@ -530,9 +530,14 @@ def main(args: Args) -> None:
         output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
         if args.sweep:
             figures = facts | sweep(args, Path(folder))
-        else:  # workloads that are not measured this time keep their figures
+        else:  # workloads and algorithms that are not measured this time keep their figures
             figures = json.loads(output.read_text()) if output.exists() else {}
-            figures |= {name: facts | f for name, f in measure(args, Path(folder), them.get("has_ppo", False)).items()}
+            for name, new in measure(args, Path(folder), them.get("has_ppo", False)).items():
+                figures[name] = (
+                    figures.get(name, {})
+                    | new
+                    | {algorithm: {"run": facts} | new[algorithm] for algorithm in args.algorithms if algorithm in new}
+                )
     output.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nfigures: {output}")
     if importlib.util.find_spec("matplotlib") and not args.sweep and args.trl_python:
