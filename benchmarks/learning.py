@@ -54,13 +54,12 @@ def rows_of_a_step(scripts: tuple[str, ...]) -> dict[str, int]:
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def train(args: Args, task: str, script: str, lr: float, seed: int, rows: int) -> dict:
-    """A finished run: its command, points of its curve, seconds and peak memory; from its folder if it is there already."""
-    folder = args.output_dir.absolute() / f"{task}-{script}-{lr:.1e}-{seed}-{args.completions}-{args.eval_every}"
+def train(args, name: str, command: list[str], rows: int) -> dict:
+    """A finished run: its command, its curve, seconds and peak memory; from the folder of that name if it is there already."""
+    folder = args.output_dir.absolute() / name
     if not (folder / "done.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # what was interrupted begins anew, so that its seconds mean something
-        flags = f"{TASKS[task]} --seed {seed} --lr {lr:g} --num-steps {max(1, args.completions // rows)} --eval-every {args.eval_every}"
-        command = [f"{script}.py", *flags.split(), "--device", args.device, "--quiet"]
+        command = [*command, "--device", args.device, "--quiet"]
         environment = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))} | os.environ | {"HF_HUB_OFFLINE": "1"}
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{folder}.log", "w") as log:
@@ -75,8 +74,19 @@ def train(args: Args, task: str, script: str, lr: float, seed: int, rows: int) -
         for weights in [*folder.glob("checkpoint-*"), folder / "best", folder / "final"]:
             shutil.rmtree(weights, ignore_errors=True)
         (folder / "done.json").write_text(json.dumps(found))
-        print(f"{task} {script} lr {lr:.1e} seed {seed}: {found['eval_reward'][0]:.3f} -> {found['eval_reward'][-1]:.3f}", flush=True)
-    return {"script": script, "lr": lr, "seed": seed} | json.loads((folder / "done.json").read_text())
+        print(f"{name}: {found['eval_reward'][0]:.3f} -> {found['eval_reward'][-1]:.3f}", flush=True)
+    return json.loads((folder / "done.json").read_text())
+
+
+def train_all(args, runs: list[tuple[str, list[str], int]]) -> list[dict]:
+    """train() of every run, args.jobs at a time; the first that fails stops all."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = [pool.submit(train, args, *run) for run in runs]
+        try:
+            return [run.result() for run in waiting]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def curve(metrics: str, rows: int) -> dict:
@@ -152,19 +162,18 @@ def draw(scripts: dict, path: Path) -> None:
 def main(args: Args) -> None:
     start, rows = time.time(), rows_of_a_step(args.scripts)
     results, who = {task: {} for task in args.tasks}, [(task, script) for task in args.tasks for script in args.scripts]
-    with ThreadPoolExecutor(args.jobs) as pool:
 
-        def trained(runs: list[tuple]) -> list[dict]:
-            waiting = [pool.submit(train, args, task, script, lr, seed, rows[script]) for task, script, lr, seed in runs]
-            try:
-                return [run.result() for run in waiting]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    def trained(runs: list[tuple]) -> list[dict]:
+        commands = []
+        for task, script, lr, seed in runs:
+            flags = f"{TASKS[task]} --seed {seed} --lr {lr:g} --num-steps {max(1, args.completions // rows[script])}"
+            name = f"{task}-{script}-{lr:.1e}-{seed}-{args.completions}-{args.eval_every}"
+            commands.append((name, [f"{script}.py", *flags.split(), "--eval-every", str(args.eval_every)], rows[script]))
+        return [{"lr": lr, "seed": seed} | found for (_, _, lr, seed), found in zip(runs, train_all(args, commands))]
 
-        tried, n = trained([(*key, lr, TUNING_SEED) for key in who for lr in args.lrs]), len(args.lrs)
-        chosen = {key: tried[i * n : (i + 1) * n] for i, key in enumerate(who)}
-        final = trained([(*key, pick(chosen[key]), seed) for key in who for seed in range(args.seeds)])
+    tried, n = trained([(*key, lr, TUNING_SEED) for key in who for lr in args.lrs]), len(args.lrs)
+    chosen = {key: tried[i * n : (i + 1) * n] for i, key in enumerate(who)}
+    final = trained([(*key, pick(chosen[key]), seed) for key in who for seed in range(args.seeds)])
     for i, (task, script) in enumerate(who):
         tuning = [{"lr": run["lr"], "eval_reward": run["eval_reward"][-1]} for run in chosen[task, script]]
         runs = final[i * args.seeds : (i + 1) * args.seeds]

@@ -1,0 +1,169 @@
+"""What lectures say that takes whole trainings to check, with the embedded policy: the KL against over-optimisation, and updates per batch.
+
+    python benchmarks/trained.py --jobs 2                # 24 + 36 runs, under an hour; after a break it goes on
+    python benchmarks/trained.py --only updates --seeds 1
+
+Every run is the command line of a shipped script, its whole metrics.jsonl stays in --output-dir; trained.json holds the means over the
+seeds at each evaluation, trained.md the tables, trained-NAME.png the figures (with matplotlib), trained-signs.png the metrics of four
+runs, healthy ones and sick ones.
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from learning import TASKS, mean_and_spread, train_all  # no torch here: see learning.py
+from speed import git, machine
+
+KL_COEFS = 1e-9, 0.01, 0.03, 0.1  # 1e-9 pulls at nothing, but has the KL measured
+UPDATES = 1, 4, 16
+CENTRED = "--aggregation constant --minibatch-size None --lr 2e-4"  # with it, grpo.py's policy gradient is rloo.py's, up to its scale
+
+
+@dataclass
+class Args:
+    only: tuple[Literal["overoptimization", "updates"], ...] = ("overoptimization", "updates")
+    seeds: int = 3
+    jobs: int = 1  # runs at a time
+    device: str = "cpu"  # cpu, cuda
+    output_dir: Path = Path("runs/trained")  # of the runs, trained.json, trained.md and the figures
+
+
+def overoptimization() -> dict[str, list[str]]:
+    """{name: command}: reviews, trained by the reward model with the gold score watched; one gradient, but for where the KL stands."""
+    common = f"{TASKS['reviews']} --num-steps 200 --eval-every 10"
+    commands = {}
+    for kl_coef in KL_COEFS:
+        commands[f"reward {kl_coef:g}"] = f"rloo.py {common} --kl-coef {kl_coef:g}".split()
+        commands[f"loss {kl_coef:g}"] = f"grpo.py {common} --scale-rewards none {CENTRED} --kl-coef {kl_coef:g}".split()
+    return commands
+
+
+def updates() -> dict[str, list[str]]:
+    """{name: command}: reviews, the same batch in whole for every update, one learning rate for all, no KL."""
+    common = f"{TASKS['reviews']} --num-steps 40 --eval-every 2 --minibatch-size None --kl-coef 0 --lr 1e-4"
+    commands = {}
+    for number in UPDATES:
+        for name, flags in {
+            "grpo": "grpo.py",
+            "grpo, no clip": "grpo.py --clip-low 1e9 --clip-high 1e9",
+            "gspo": "gspo.py",
+            "cispo": "cispo.py",
+        }.items():
+            commands[f"{name} x {number}"] = f"{flags} {common} --num-epochs {number}".split()
+    return commands
+
+
+def points_of(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl with an evaluation; step 0, before any batch, is on the reference and clips nothing."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{"kl": 0.0, "clip_fraction": 0.0} | row for row in rows if "eval_reward" in row]
+
+
+def averaged(points: list[list[dict]], name: str) -> list[float]:
+    """The mean over the seeds at every evaluation."""
+    return [statistics.mean(row[name] for row in rows) for rows in zip(*points)]
+
+
+def overoptimization_table(runs: dict[str, list[list[dict]]]) -> list[str]:
+    lines = [
+        "| KL in the | coefficient | learned reward, end | gold score, end | KL, end | best gold score | at a KL of |",
+        "|---" * 7 + "|",
+    ]
+    for name, points in sorted(runs.items(), key=lambda item: item[0].split()[0], reverse=True):
+        best = [max(rows, key=lambda row: row["eval_reward/gold_score"]) for rows in points]
+        where, kl_coef = name.split()
+        cells = [where, "0" if float(kl_coef) < 1e-6 else kl_coef]
+        cells += [mean_and_spread([rows[-1][key] for rows in points]) for key in ("eval_reward", "eval_reward/gold_score", "kl")]
+        cells += [mean_and_spread([row[key] for row in best]) for key in ("eval_reward/gold_score", "kl")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def updates_table(runs: dict[str, list[list[dict]]]) -> list[str]:
+    lines = [
+        "| script | updates per batch | learned reward, end | gold score, end | best learned reward | tokens clipped |",
+        "|---" * 6 + "|",
+    ]
+    for name, points in sorted(runs.items(), key=lambda item: item[0].split(" x ")[0]):
+        cells = name.split(" x ") + [
+            mean_and_spread([rows[-1][key] for rows in points]) for key in ("eval_reward", "eval_reward/gold_score")
+        ]
+        cells.append(mean_and_spread([max(row["eval_reward"] for row in rows) for rows in points]))
+        cells.append(f"{statistics.mean(row['clip_fraction'] for rows in points for row in rows[1:]):.0%}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def draw_overoptimization(axes, runs: dict[str, list[list[dict]]]) -> None:
+    for axis, where in zip(axes, ("reward", "loss")):
+        for i, kl_coef in enumerate(KL_COEFS):
+            points = runs[f"{where} {kl_coef:g}"]
+            kl = averaged(points, "kl")
+            axis.plot(kl, averaged(points, "eval_reward"), "-", color=f"C{i}", label=f"learned, coefficient {kl_coef if i else 0:g}")
+            axis.plot(kl, averaged(points, "eval_reward/gold_score"), "--", color=f"C{i}", label="gold")
+        axis.set(title=f"KL in the {where}", xlabel="KL to the reference, nats per completion", ylim=(-3, 6))
+    axes[0].legend(fontsize="x-small", ncols=2)
+    axes[0].set_ylabel("held-out score")
+
+
+def draw_updates(axes, runs: dict[str, list[list[dict]]]) -> None:
+    for axis, number in zip(axes, UPDATES):
+        for name in dict.fromkeys(name.split(" x ")[0] for name in runs):
+            points = runs[f"{name} x {number}"]
+            axis.plot(averaged(points, "step"), averaged(points, "eval_reward"), label=name)
+        axis.set(title=f"{number} update{'s' * (number > 1)} per batch", xlabel="step")
+    axes[0].legend(fontsize="x-small")
+    axes[0].set_ylabel("held-out learned reward")
+
+
+def draw(drawing, panels: int, runs: dict, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure((4.2 * panels, 3.6), layout="constrained")
+    drawing(figure.subplots(1, panels, sharey=True), runs)
+    figure.savefig(path, dpi=120)
+
+
+CLAIMS = {
+    "overoptimization": (overoptimization, overoptimization_table, draw_overoptimization, 2),
+    "updates": (updates, updates_table, draw_updates, 3),
+}
+
+
+def main(args: Args) -> None:
+    start, tables, results = time.time(), [], {}
+    for claim in args.only:
+        commands, table, drawing, panels = CLAIMS[claim]
+        jobs = [
+            (f"{claim} {name} {seed}".replace(", ", "-").replace(" ", "-"), [*command, "--seed", str(seed)], 128)
+            for name, command in commands().items()
+            for seed in range(args.seeds)
+        ]
+        train_all(args, jobs)
+        folders = iter(args.output_dir / job[0] for job in jobs)
+        runs = {name: [points_of(next(folders)) for _ in range(args.seeds)] for name in commands()}
+        keys = "step", "kl", "eval_reward", "eval_reward/gold_score", "clip_fraction"
+        results[claim] = {
+            name: {"command": " ".join(["python", *commands()[name]])} | {key: averaged(points, key) for key in keys}
+            for name, points in runs.items()
+        }
+        tables.append("\n".join(table(runs)))
+        draw(drawing, panels, runs, args.output_dir / f"trained-{claim}.png")
+    figures = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
+    figures |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args), "seconds": round(time.time() - start), "seeds": args.seeds}
+    (args.output_dir / "trained.json").write_text(json.dumps(figures | {"claims": results}) + "\n")
+    (args.output_dir / "trained.md").write_text("\n\n".join(tables) + "\n")
+    print("\n\n".join(tables) + f"\n\n{args.output_dir}: trained.json, trained.md, trained-NAME.png")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Args, description=__doc__))
