@@ -3,9 +3,8 @@
     python benchmarks/trained.py --jobs 2                # 24 + 36 runs, under an hour; after a break it goes on
     python benchmarks/trained.py --only updates --seeds 1
 
-Every run is the command line of a shipped script, its whole metrics.jsonl stays in --output-dir; trained.json holds the means over the
-seeds at each evaluation, trained.md the tables, trained-NAME.png the figures (with matplotlib), trained-signs.png the metrics of four
-runs, healthy ones and sick ones.
+Every run is the command line of a shipped script; its metrics.jsonl stays in --output-dir, for plot.py. trained.json holds the means over
+the seeds at each evaluation, trained.md the tables, trained-NAME.png the figures (with matplotlib).
 """
 
 import json
