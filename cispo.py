@@ -1,6 +1,6 @@
 """CISPO, clipped importance sampling policy optimization (MiniMax-M1 2025, arXiv:2506.13585).
 
-A clipped ratio has no gradient, so PPO and GRPO drop the tokens that moved most. CISPO clips the importance weight
+A clipped ratio has no gradient, so PPO and GRPO drop the tokens that moved far with their advantage. CISPO clips the importance weight
 instead, detached, and keeps the gradient of every token:
 
     advantages_i = (rewards_i - mean(group)) / (std(group) + 1e-4)
@@ -156,7 +156,7 @@ def main(args: Args) -> None:
         keep_best(logger.dir, policy, tokenizer, state, 0, eval_metrics)
         logger.log(0, eval_metrics, eval_samples)
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, totals = Timer(device), {}
+        timer, totals = Timer(device), {}  # sums over the microbatches; summarize() knows what each is divided by
         lr = args.lr * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps)
         optimizer.param_groups[0]["lr"] = lr
 
@@ -186,7 +186,7 @@ def main(args: Args) -> None:
         batch["advantages"] = group_advantages(rewards, args.group_size, args.scale_rewards == "group")
         if args.scale_rewards == "batch":
             batch["advantages"] /= rewards.std() + 1e-4
-        if num_updates > 1:  # else the current log-probabilities are the old ones
+        if num_updates > 1:  # else the current log-probabilities are the old ones (sampling rounds otherwise)
             batch["old_logprobs"] = no_grad_pass(partial(logprobs_of, policy, args.temperature), batch, args.microbatch_tokens)
         timer.lap("score")
 

@@ -206,7 +206,7 @@ def main(args: Args) -> None:
         keep_best(logger.dir, policy, tokenizer, state, 0, eval_metrics)
         logger.log(0, eval_metrics, eval_samples)
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, totals = Timer(device), {}
+        timer, totals = Timer(device), {}  # sums over the microbatches; summarize() knows what each is divided by
         lr, value_lr = (x * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps) for x in (args.lr, args.value_lr))
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = lr, value_lr
 
@@ -228,7 +228,7 @@ def main(args: Args) -> None:
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
             token_rewards = token_rewards - kl_coef * kl
-        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones
+        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (sampling rounds otherwise)
             batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch, args.microbatch_tokens)
         else:
             batch["values"] = no_grad_pass(value_model, batch, args.microbatch_tokens)

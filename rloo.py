@@ -134,7 +134,7 @@ def main(args: Args) -> None:
         keep_best(logger.dir, policy, tokenizer, state, 0, eval_metrics)
         logger.log(0, eval_metrics, eval_samples)
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, totals = Timer(device), {}
+        timer, totals = Timer(device), {}  # sums over the microbatches; summarize() knows what each is divided by
         lr = args.lr * lr_factor(step - 1, args.warmup_steps, args.lr_schedule, args.num_steps)
         optimizer.param_groups[0]["lr"] = lr
 

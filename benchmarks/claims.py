@@ -1,6 +1,6 @@
 """What lectures say of these algorithms, against the shipped functions: exactly where a small case can be enumerated, else cheaply.
 
-    python benchmarks/claims.py                     # all, CPU: a minute; figures need matplotlib
+    python benchmarks/claims.py                     # all, CPU: seconds; figures need matplotlib
     python benchmarks/claims.py --only clip groups
 
 Each claim is a function that gives its seeds, one sentence of what was found, computed, and the numbers behind it as panels. They go to

@@ -1,7 +1,7 @@
 """Bytes on each GPU, by arithmetic: does my model fit, and what takes the room?
 
     python benchmarks/memory.py --model-size 8B --gpus 8          # every script, at its peak while sampling and while updating
-    python benchmarks/memory.py --table                           # the README's table
+    python benchmarks/memory.py --table --gradient-checkpointing  # the README's table
     python benchmarks/memory.py --check                           # against measured peaks of runs on this machine's CPU; minutes
 
 Weights, gradients and Adam's two moments are float32, 16 bytes a trained parameter and 4 a frozen one, divided by the number of GPUs

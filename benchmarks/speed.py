@@ -82,7 +82,7 @@ WORKLOADS = {
     "W3": Workload("tiny", 16, 8, 16, 128, speed=3.0, memory=0.5, stop=1 / 32),
     "W4": Workload("135M", 2, 8, 384, 64, speed=4.0, memory=0.4, microbatch_tokens=1024),
 }
-SHAPES = {  # the tiny one is that of tiny/policy, the other that of SmolLM2-135M; both tie input and output embeddings
+SHAPES = {  # the tiny one has the layers of tiny/policy, the other is that of SmolLM2-135M; both tie input and output embeddings
     "tiny": {"layers": 4, "hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "vocabulary": 100},
     "135M": {"layers": 30, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "vocabulary": 49152},
 }

@@ -2,7 +2,7 @@
 
     data -> tokenizer -> supervised fine-tuning -> preference pairs -> reward model
 
-One policy of 0.65 M parameters learns two tasks, so that both kinds of reward are real.
+One policy of 0.66 M parameters learns two tasks, so that both kinds of reward are real.
 
 Reviews, for human feedback. `gold_score` is the readers' true taste, a rule you can read. The reward model never
 sees it: it sees which of two of the policy's completions a reader preferred, and readers err (Bradley-Terry noise).
