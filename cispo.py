@@ -96,15 +96,15 @@ class Args:
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale_by_std: bool = True) -> torch.Tensor:
-    """(B,): reward minus the group's mean, over the group's sample std (section 4.1.1); exactly 0 for a group of equal rewards."""
+    """(B,): reward minus the group's mean, over its sample std (arXiv:2402.03300, section 4.1.2); exactly 0 where all rewards are equal."""
     if group_size < 2:
         raise ValueError(f"a group's statistics need group_size 2 or more, not {group_size}")
     groups = rewards.view(-1, group_size)  # (N, G)
+    groups = groups - groups[:, :1]  # equal rewards leave no rounding behind
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)  # rounding in the mean is not a signal
-    return advantages.masked_fill(equal, 0.0).view(-1)  # (B,)
+    return advantages.view(-1)  # (B,)
 
 
 def overlong_penalty(length: torch.Tensor, max_new_tokens: int, buffer: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, cl
     """-capped weight * advantages * log-probabilities (eq. 4), and how much is capped. Advantages are (B,) or (B, T)."""
     advantages = (advantages[:, None] if advantages.dim() == 1 else advantages).detach()
     log_ratio = (logprobs - old_logprobs.detach()).masked_fill(weights == 0, 0.0)
-    ratio = log_ratio.clamp(max=20.0).exp()  # (B, T); inf times a clipped gradient of 0 would be NaN
+    ratio = log_ratio.clamp(max=20.0).exp()  # (B, T); an inf would make NaNs
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -clipped.detach() * advantages * logprobs.masked_fill(weights == 0, 0.0)
     is_clipped = (clipped != ratio).float()
@@ -195,7 +195,7 @@ def main(args: Args) -> None:
             trained = minibatch["mask"] * ~(minibatch["truncated"] & args.mask_truncated)[:, None]
             minibatch["weights"] = loss_weights(trained, args.aggregation, args.max_new_tokens)  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
-                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro)  # (m, T)
                 old_logprobs = micro.get("old_logprobs", logprobs.detach())
                 weights = micro["weights"]
                 if args.is_correction_cap:

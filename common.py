@@ -145,10 +145,11 @@ def resumed(args, Args, description: str):
     if Path(args.output_dir).resolve() != Path(args.resume).resolve():
         raise InputError("--resume continues in its own run folder; leave --output-dir out")
     for name, old in saved.items():
-        if name not in ("resume", "output_dir") and absolute(getattr(args, name)) != old:
+        new = getattr(args, name)
+        if name not in ("resume", "output_dir") and (absolute(new) if name in PATHS else new) != old:
             if name in ("model", "lora_rank", "shared_backbone", "value_model"):
                 raise InputError(f"--{name.replace('_', '-')} can't be changed in a resumed run; it was {old}")
-            print(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {old})")
+            print(f"resuming with --{name.replace('_', '-')} {new} (was {old})")
     return args
 
 
@@ -878,16 +879,11 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float =
     return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
-def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Entropy in nats of softmax(logits / temperature), float32: (..., V) -> (...)."""
-    logits = scaled(logits, temperature)
-    return logits.logsumexp(-1) - torch.linalg.vecdot(logits.softmax(-1), logits)
-
-
 class LogprobsAndEntropy(torch.autograd.Function):
-    """Logits (n, V), ids (n,) -> log-probabilities of the ids, and entropies that carry no gradient, (n,) each.
+    """Logits (n, V), ids (n,) -> log-probabilities of the ids, and entropies in nats, (n,) each.
 
-    The gradient, one-hot(ids) - softmax(logits), is written out: autograd's own way holds four (n, V) tensors at once, this one two.
+    The gradients, one-hot(ids) - p and -p (log p + entropy) with p = softmax(logits), are written out: autograd's own way holds four
+    (n, V) tensors at once, this one two (three if the entropy is in the loss).
     """
 
     @staticmethod
@@ -895,15 +891,19 @@ class LogprobsAndEntropy(torch.autograd.Function):
         logsumexp = logits.logsumexp(-1)
         probabilities = (logits - logsumexp[:, None]).exp_()
         entropy = torch.special.entr(probabilities, out=probabilities).sum(-1)
-        ctx.save_for_backward(logits, ids, logsumexp)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(logits, ids, logsumexp, entropy)
+        ctx.set_materialize_grads(False)  # None for an entropy that is in no loss
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
-        logits, ids, logsumexp = ctx.saved_tensors
-        grad = grad[:, None]
-        return (logits - logsumexp[:, None]).exp_().mul_(-grad).scatter_add_(1, ids[:, None], grad), None
+    def backward(ctx, grad, entropy_grad):
+        logits, ids, logsumexp, entropy = ctx.saved_tensors
+        grad, probabilities = grad[:, None], (logits - logsumexp[:, None]).exp_()
+        if entropy_grad is None:
+            return probabilities.mul_(-grad).scatter_add_(1, ids[:, None], grad), None
+        entropy_grad, surprise = entropy_grad[:, None], torch.special.entr(probabilities)  # -p log p, 0 where p is 0
+        gradient = surprise.mul_(entropy_grad) - probabilities.mul_(grad + entropy_grad * entropy[:, None])
+        return gradient.scatter_add_(1, ids[:, None], grad), None
 
 
 def can_share_prompts(model) -> bool:
@@ -951,11 +951,10 @@ def logprobs_of(model, temperature: float, batch: dict) -> torch.Tensor:
     return scatter_tokens(token_logprobs(*completion_logits(model, batch), temperature), batch["mask"])
 
 
-def logprobs_and_entropy_of(model, temperature: float, batch: dict, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the entropy of each token's distribution in nats; its gradient costs two more copies of the logits."""
+def logprobs_and_entropy_of(model, temperature: float, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the entropy in nats of the distribution that each token was drawn from."""
     logits, ids = completion_logits(model, batch)
-    logits = scaled(logits, temperature)
-    logprobs, entropy = (token_logprobs(logits, ids), token_entropy(logits)) if entropy_grad else LogprobsAndEntropy.apply(logits, ids)
+    logprobs, entropy = LogprobsAndEntropy.apply(scaled(logits, temperature), ids)
     return scatter_tokens(logprobs, batch["mask"]), scatter_tokens(entropy, batch["mask"])
 
 
@@ -1237,7 +1236,7 @@ def load_rewards(
         model = sharded(load_reward_model(reward_model, device, dtype, trust_remote_code))
         tokenizer = pretrained(AutoTokenizer, reward_model, trust_remote_code)
         rewards.append(Reward("reward_model", weights[0], reward_model_fn(model, tokenizer, batch_tokens, system_prompt), model))
-    names = [spec.rpartition(":")[2] for spec in reward_fn]
+    names = [*(spec.rpartition(":")[2] for spec in reward_fn), *(reward.name for reward in rewards)]
     for spec, name, weight in zip(reward_fn, names, weights[len(rewards) :]):
         name = spec if names.count(name) > 1 else name
         rewards.append(Reward(name, weight, load_reward_fn(spec, name, timeout), None))
@@ -1278,9 +1277,8 @@ def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
 
 
 def normalize(rewards: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / std over the batch; sample std; exactly 0 for equal rewards, whatever rounding leaves of the mean."""
-    if rewards.amax() == rewards.amin():
-        return torch.zeros_like(rewards)
+    """(x - mean) / std over the batch; sample std; exactly 0 for equal rewards."""
+    rewards = rewards - rewards[0]  # equal rewards leave no rounding behind
     return (rewards - rewards.mean()) / (rewards.std() + 1e-8)
 
 
@@ -1444,12 +1442,20 @@ def evaluate(
     return {f"eval_{'reward' if k == 'rewards' else k}": total / len(prompts) for k, total in totals.items()}, samples
 
 
+def best_so_far(folder: Path) -> dict:
+    """Step and eval_reward of best/, which may be of a later step than the checkpoint that a run was resumed from."""
+    path = folder / "best" / "state.pt"
+    return torch.load(path, weights_only=True) if path.exists() else {"step": 0, "eval_reward": -math.inf}
+
+
 def keep_best(folder: Path, policy, tokenizer, state: dict, step: int, eval_metrics: dict) -> None:
     """Save the policy as best/ when its held-out reward is the best so far, the untrained policy's included."""
-    if eval_metrics and eval_metrics["eval_reward"] > state.get("best", -math.inf):
-        state["best"] = eval_metrics["eval_reward"]
-        if step > 0:
-            save_model(folder / "best", policy, tokenizer)
+    if not eval_metrics:
+        return
+    best = max(state.get("best", -math.inf), on_rank_0(partial(best_so_far, folder))["eval_reward"])
+    state["best"] = max(best, reward := eval_metrics["eval_reward"])
+    if step > 0 and reward > best:
+        save_model(folder / "best", policy, tokenizer, {"step": step, "eval_reward": reward})
 
 
 def samples_of(batch: dict, **extra) -> list[dict]:
@@ -1504,12 +1510,14 @@ def updates_per_batch(batch_size: int, num_epochs: int, minibatch_size: int | No
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - variance of (returns - values) / variance of returns, over the mask; 1: values predict all, 0: no better than a constant."""
+    """1 - variance of (returns - values) / variance of returns, over the mask; 1: values predict all, 0: no better than a constant,
+    which is all there is to do where returns don't vary."""
 
     def variance(x):
         return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
-    return 1 - (variance(returns - values) / variance(returns).clamp(min=1e-8)).item()
+    total = variance(returns).item()
+    return 1 - variance(returns - values).item() / total if total > 1e-8 else 0.0
 
 
 def lr_factor(step: int, warmup_steps: int, schedule: str, num_steps: int) -> float:
@@ -1527,6 +1535,8 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     on_rank_0(lambda: put_back(Path(run_folder)))
     found = checkpoints(Path(run_folder))
     if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
+        if (Path(run_folder) / "final").exists():
+            raise InputError(f"{run_folder} has a final/ but no checkpoint to continue from; name another --output-dir to begin anew")
         print(f"{run_folder} has no checkpoint yet: the run begins anew")
         return anew
     if not found:
@@ -1641,7 +1651,7 @@ class Logger:
 
     def __init__(self, name: str, config: dict, start: int):
         self.num_steps, self.start = config["num_steps"], start
-        self.dir = Path(config["output_dir"] or on_rank_0(lambda: f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+        self.dir = Path(config["output_dir"] or on_rank_0(lambda: f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")).absolute()
         on_rank_0(lambda: self.open(name, dict(config), start))
 
     def open(self, name: str, config: dict, start: int) -> None:
@@ -1704,7 +1714,7 @@ class Logger:
             say(fitted("", b["prompt"]))
             say(fitted("    before: ", b["completion"], b["reward"]))
             say(fitted("    after:  ", a["completion"], a["reward"]))
-        best = max((row for row in metrics if "eval_reward" in row), key=lambda row: row["eval_reward"], default={"step": 0})["step"]
+        best = best_so_far(self.dir)["step"]
         curves = "curves.png, " if draw_curves({self.dir.name: metrics}, self.dir / "curves.png") else ""
         print(f"\nrun folder: {self.dir}")
         say(f"    metrics.jsonl, samples.jsonl, {curves}final/{f', best/ of step {best}' if best else ''}")

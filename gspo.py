@@ -13,7 +13,8 @@ Departures from the paper: those of grpo.py. Written in its GSPO-token form (eq.
 advantages differ between tokens.
 
     python gspo.py  # CPU, about a minute: held-out reward 0.2 -> 2.7
-    python gspo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --max-new-tokens 512  # GPU, untested
+    # GPU, untested:
+    python gspo.py --model Qwen/Qwen3-0.6B --dataset math.jsonl --reward-fn math_answer --lr 1e-6 --dtype float32 --max-new-tokens 512
 """
 
 from dataclasses import dataclass
@@ -97,15 +98,15 @@ class Args:
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale_by_std: bool = True) -> torch.Tensor:
-    """(B,): reward minus the group's mean, over the group's sample std (section 4.1.1); exactly 0 for a group of equal rewards."""
+    """(B,): reward minus the group's mean, over its sample std (arXiv:2402.03300, section 4.1.2); exactly 0 where all rewards are equal."""
     if group_size < 2:
         raise ValueError(f"a group's statistics need group_size 2 or more, not {group_size}")
     groups = rewards.view(-1, group_size)  # (N, G)
+    groups = groups - groups[:, :1]  # equal rewards leave no rounding behind
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)  # rounding in the mean is not a signal
-    return advantages.masked_fill(equal, 0.0).view(-1)  # (B,)
+    return advantages.view(-1)  # (B,)
 
 
 def overlong_penalty(length: torch.Tensor, max_new_tokens: int, buffer: int) -> torch.Tensor:
@@ -198,7 +199,7 @@ def main(args: Args) -> None:
             trained = minibatch["mask"] * ~(minibatch["truncated"] & args.mask_truncated)[:, None]
             minibatch["weights"] = loss_weights(trained, args.aggregation, args.max_new_tokens)  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
-                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro)  # (m, T)
                 old_logprobs = micro.get("old_logprobs", logprobs.detach())
                 weights = micro["weights"]
                 if args.is_correction_cap:

@@ -106,7 +106,7 @@ def leave_one_out_baseline(returns: torch.Tensor) -> torch.Tensor:
     """(B,): the mean return of the other rows. It does not depend on the row itself, so it keeps the gradient unbiased."""
     if len(returns) < 2:
         raise ValueError("the baseline is the mean of the other rows, so a batch needs 2 or more")
-    apart = returns - returns[0]  # so that equal returns leave no rounding behind
+    apart = returns - returns[0]  # equal returns leave no rounding behind
     return returns[0] + (apart.sum() - apart) / (len(returns) - 1)
 
 
@@ -179,7 +179,7 @@ def main(args: Args) -> None:
         for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, "shuffle", step)):
             minibatch["weights"] = loss_weights(minibatch["mask"], "sum")  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
-                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro)  # (m, T)
                 weights = micro["weights"]
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, logprobs, micro["logprobs"], args.is_correction_cap)

@@ -93,9 +93,9 @@ def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Te
     if group_size < 2:
         raise ValueError(f"leaving one out needs group_size 2 or more, not {group_size}")
     groups = rewards.view(-1, group_size)  # (N, G)
+    groups = groups - groups[:, :1]  # equal rewards leave no rounding behind
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)  # rounding in the mean is not a signal
-    return (groups - others).masked_fill(equal, 0.0).view(-1)  # (B,)
+    return (groups - others).view(-1)  # (B,)
 
 
 def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:
@@ -162,7 +162,7 @@ def main(args: Args) -> None:
         for minibatch in minibatches(batch, args.num_epochs, args.minibatch_size, key=(args.seed, "shuffle", step)):
             minibatch["weights"] = loss_weights(minibatch["mask"], "sum")  # (b, T)
             for micro in microbatches(minibatch, args.microbatch_tokens):
-                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro, args.entropy_coef != 0)  # (m, T)
+                logprobs, entropy = logprobs_and_entropy_of(policy, args.temperature, micro)  # (m, T)
                 weights = micro["weights"]
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, logprobs, micro["logprobs"], args.is_correction_cap)

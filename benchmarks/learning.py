@@ -57,9 +57,9 @@ def rows_of_a_step(scripts: tuple[str, ...]) -> dict[str, int]:
 def train(args, name: str, command: list[str], rows: int) -> dict:
     """A finished run: its command, its curve, seconds and peak memory; from the folder of that name if it is there already."""
     folder = args.output_dir.absolute() / name
-    if not (folder / "done.json").exists():
+    command, done = [*command, "--device", args.device, "--quiet"], folder / "done.json"
+    if not done.exists() or json.loads(done.read_text())["command"] != " ".join(["python", *command]):
         shutil.rmtree(folder, ignore_errors=True)  # what was interrupted begins anew, so that its seconds mean something
-        command = [*command, "--device", args.device, "--quiet"]
         environment = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))} | os.environ | {"HF_HUB_OFFLINE": "1"}
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{folder}.log", "w") as log:
@@ -73,9 +73,9 @@ def train(args, name: str, command: list[str], rows: int) -> dict:
         found |= curve((folder / "metrics.jsonl").read_text(), rows)
         for weights in [*folder.glob("checkpoint-*"), folder / "best", folder / "final"]:
             shutil.rmtree(weights, ignore_errors=True)
-        (folder / "done.json").write_text(json.dumps(found))
+        done.write_text(json.dumps(found))
         print(f"{name}: {found['eval_reward'][0]:.3f} -> {found['eval_reward'][-1]:.3f}", flush=True)
-    return json.loads((folder / "done.json").read_text())
+    return json.loads(done.read_text())
 
 
 def train_all(args, runs: list[tuple[str, list[str], int]]) -> list[dict]:
@@ -147,7 +147,7 @@ def draw(scripts: dict, path: Path) -> None:
     for script, result in scripts.items():
         columns = list(zip(*(run["eval_reward"] for run in result["runs"])))
         mean = [statistics.mean(values) for values in columns]
-        spread = [statistics.pstdev(values) for values in columns]
+        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in columns]
         for axis, x in zip(axes, ("completions", "seconds")):
             at = [statistics.mean(values) for values in zip(*(run[x] for run in result["runs"]))]
             (line,) = axis.plot(at, mean, label=f"{script}, lr {result['lr']:.1e}", linewidth=1.2)

@@ -103,7 +103,7 @@ def bytes_per_gpu(script: str, a: Args) -> dict[str, float]:
     found["cache"] = rows * (a.prompt_tokens + a.max_new_tokens) * s.layers * 2 * s.kv_heads * s.head_dim * width
     one_row = rows * s.vocabulary * (width + 4 + 4 + 8)  # logits, shifted, their exponentials, the float64 sums
     gathered = 4 * size if a.gather_for_sampling else 4 * (layer + ends)
-    found["sampling"] = found["cache"] + one_row + copies + (gathered if parts > 1 else 0)
+    found["sampling"] = found["cache"] + one_row + copies + (gathered if a.gpus > 1 else 0)
 
     tokens = a.microbatch_tokens
     if a.gpus == 1 and not a.gradient_checkpointing and script != "ppo":  # prompts are read once for their completions
@@ -114,7 +114,7 @@ def bytes_per_gpu(script: str, a: Args) -> dict[str, float]:
     kept, copies = kept_per_token(s, a.dtype), copies * models
     found["activations"] = models * tokens * (s.layers * 4 * s.hidden + kept if a.gradient_checkpointing else s.layers * kept)
     found["logits"] = completions * s.vocabulary * 8
-    found["updating"] = found["activations"] + found["logits"] + copies + (8 * (2 * layer + ends) if parts > 1 else 0)
+    found["updating"] = found["activations"] + found["logits"] + copies + (8 * (2 * layer + ends) if a.gpus > 1 else 0)
     held = sum(found[name] for name in ("weights", "gradients", "optimizer", "reference", "reward model", "value model"))
     return found | {"peak": held + max(found["sampling"], found["updating"])}
 

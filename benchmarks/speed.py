@@ -58,7 +58,7 @@ class Args:
     device: str = "cpu"  # cpu, cuda
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; weights are float32
     sweep: bool = False  # growth, memory over 200 steps and start-up time instead of workloads
-    output: str | None = None  # figures as JSON; by default speed.json or speed-sweep.json beside this file
+    output: str | None = None  # figures as JSON; by default speed.json, speed-sweep.json, speed-cuda.json, ... beside this file
 
 
 @dataclass
@@ -527,7 +527,8 @@ def main(args: Args) -> None:
         facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
         facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
         print(json.dumps(facts, indent=2))
-        output = Path(args.output or Path(__file__).with_name("speed-sweep.json" if args.sweep else "speed.json"))
+        kind = ["sweep"] * args.sweep + [word for word in (args.device, args.dtype) if word not in ("cpu", "float32")]
+        output = Path(args.output or Path(__file__).with_name("-".join(["speed", *kind]) + ".json"))
         if args.sweep:
             figures = facts | sweep(args, Path(folder))
         else:  # workloads and algorithms that are not measured this time keep their figures

@@ -131,8 +131,7 @@ def test_concatenate_pads_to_the_wider():
 
 def test_entropy_of_a_distribution():
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()  # .5 ln 2 + 2 * .25 ln 4 = 1.5 ln 2
-    assert common.token_entropy(logits).item() == pytest.approx(1.5 * math.log(2))
-    assert common.token_entropy(torch.tensor([[2.0, 0.0]]), 1e9).item() == pytest.approx(math.log(2))
+    assert common.LogprobsAndEntropy.apply(logits, torch.tensor([0]))[1].item() == pytest.approx(1.5 * math.log(2))
 
 
 def test_the_score_lands_on_the_last_completion_token():
@@ -164,6 +163,7 @@ def test_explained_variance():
     assert common.explained_variance(returns, returns, mask) == 1.0
     assert common.explained_variance(torch.tensor([[2.0, 2, 0]]), returns, mask) == 0.0
     assert common.explained_variance(torch.tensor([[1.0, 2, 0]]), returns, mask) == pytest.approx(0.75)  # errors 0, 1: variance 1/4
+    assert common.explained_variance(returns, torch.ones(1, 3), mask) == 0.0  # nothing varies, so there is nothing to explain
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -134,6 +134,11 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path, capsy
     train("gspo", tmp_path / "run", **options | {"num_steps": 1})
     for checkpoint in common.checkpoints(tmp_path / "run"):
         checkpoint.rename(tmp_path / "gone")
+    before = metrics_of(tmp_path / "run")
+    with pytest.raises(SystemExit, match="has a final/ but no checkpoint to continue from"):
+        run_command(["gspo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
+    assert metrics_of(tmp_path / "run") == before
+    (tmp_path / "run" / "final").rename(tmp_path / "gone-final")
     run_command(["gspo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
     assert "has no checkpoint yet: the run begins anew" in capsys.readouterr().out
     assert without_times(metrics_of(tmp_path / "run")) == without_times(whole)

@@ -215,6 +215,15 @@ def test_an_exception_in_a_reward_function_names_its_row(tmp_path):
         fn("a", "b")
 
 
+def test_a_reward_function_that_is_called_as_the_reward_model_counts_beside_it(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward_model(prompts, completions, rows):\n    return [1000.0] * len(completions)\n")
+    rewards = common.load_rewards("tiny/reward", (f"{tmp_path}/mine.py:reward_model",), (), 0.0, None, CPU, torch.float32, 100)
+    batch = {"prompts": [common.Prompt([1], "p", {"prompt": "p"})] * 2, "completions": ["a", "b"], "mask": torch.ones(2, 1)}
+    found = common.score(rewards, batch)
+    assert len(found) == 3 and all(x.shape == (2,) for x in found.values())
+    torch.testing.assert_close(found["rewards"], found["reward/reward_model"] + 1000.0)
+
+
 def test_a_reward_function_that_does_not_end_is_stopped_and_its_row_named(tmp_path):
     fn = reward_of(tmp_path, "return [time.sleep(60 if c == 'slow' else 0) or 1.0 for c in completions]", timeout=0.2)
     start = time.perf_counter()
@@ -310,7 +319,7 @@ def test_pass_at_k_is_the_best_of_k(tokenizer):
 SAMPLE = {"prompt": "p", "completion": "c", "reward": 0.0, "held_out": True}
 
 
-def test_the_best_policy_is_kept(tmp_path, monkeypatch):
+def test_the_best_policy_is_kept(tmp_path, monkeypatch, capsys):
     """Held-out rewards .5 (untrained), .6, .9, .7: best/ is step 2; when the untrained policy stays the best there is no best/."""
     for name, rewards in (("rises", [0.5, 0.6, 0.9, 0.7]), ("falls", [0.5, 0.4, 0.3, 0.2])):
         left = iter(rewards)
@@ -318,6 +327,15 @@ def test_the_best_policy_is_kept(tmp_path, monkeypatch):
         train("grpo", tmp_path / name, **SMALL | ADDITION | {"eval_every": 1, "save_every": 1, "lr": 1e-3})
     best, second = weights_of(tmp_path / "rises" / "best"), weights_of(tmp_path / "rises" / "checkpoint-2")
     assert all(torch.equal(best[k], second[k]) for k in best) and not (tmp_path / "falls" / "best").exists()
+
+    # resumed from before the best, with other flags, and never that good again: best/ stays, and says of which step it is
+    for step in (2, 3):
+        (tmp_path / "rises" / f"checkpoint-{step}").rename(tmp_path / f"gone-{step}")
+    left = iter([0.8, 0.85])
+    capsys.readouterr()
+    run_command(["grpo.py", "--resume", str(tmp_path / "rises"), "--lr", "1e-4"])
+    again = weights_of(tmp_path / "rises" / "best")
+    assert all(torch.equal(best[k], again[k]) for k in best) and "best/ of step 2" in capsys.readouterr().out
 
 
 # --- what a reward function may do ---

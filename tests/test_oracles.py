@@ -309,10 +309,11 @@ def test_token_logprobs_and_entropy(seed):
         p = [math.exp(x / temperature) / sum(math.exp(y / temperature) for y in logits) for x in logits]
         H = -sum(x * math.log(x) for x in p)
         expected.append([math.log(p[k]), H, *((u * ((i == k) - x) - v * x * (math.log(x) + H)) / temperature for i, x in enumerate(p))])
-    logprobs = common.token_logprobs(z.requires_grad_(), torch.tensor(ids).view(z.shape[:2]), temperature)
-    entropy = common.token_entropy(z, temperature)
+    ids, logits = torch.tensor(ids), common.scaled(z.requires_grad_().flatten(0, 1), temperature)
+    logprobs, entropy = common.LogprobsAndEntropy.apply(logits, ids)
+    batch.same(common.token_logprobs(z.flatten(0, 1), ids, temperature), logprobs.tolist())
     (u * logprobs + v * entropy).sum().backward()
-    batch.same(torch.cat([logprobs[..., None], entropy[..., None], z.grad], -1).flatten(0, 1), tensor(expected))
+    batch.same(torch.cat([logprobs[:, None], entropy[:, None], z.grad.flatten(0, 1)], -1), tensor(expected))
 
 
 @SWEEP

@@ -205,6 +205,25 @@ def test_what_is_typed_beside_resume_wins(tmp_path, capsys):
         assert words in out
 
 
+def test_a_text_option_is_no_path_in_a_resumed_run(tmp_path, monkeypatch, capsys):
+    """A system prompt longer than a file name may be, and one that is the name of a folder here."""
+    monkeypatch.chdir(tmp_path)
+    for name, system_prompt in (("long", "Think. " * 100), ("folder", "work")):
+        options = {"system_prompt": system_prompt, "chat_template": "chat.jinja", "num_steps": 1}
+        Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        train("grpo", tmp_path / name, **SMALL | ADDITION | options)
+        Path("work").mkdir(exist_ok=True)
+        run_command(["grpo.py", "--resume", str(tmp_path / name), "--num-steps", "2"])
+        assert metrics_of(tmp_path / name)[-1]["step"] == 2 and "--system-prompt" not in capsys.readouterr().out
+
+
+def test_a_kl_coef_typed_beside_resume_is_the_one_that_adapts(tmp_path):
+    """A target that is never reached: with 16 completions a step and a horizon of 16, the coefficient falls by a fifth in each step."""
+    train("ppo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 2, "kl_coef": 0.5, "kl_target": 100.0, "kl_horizon": 16})
+    run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "3", "--kl-coef", "1.0"])
+    assert [row["kl_coef"] for row in metrics_of(tmp_path / "run")[1:]] == pytest.approx([0.5, 0.5 * 0.8, 1.0 * 0.8 * 0.8])
+
+
 @pytest.mark.parametrize("command, message", [  # what is one script's own; tests/test_refusals.py has the rest
     ("reinforce.py --num-prompts 1", "raise --num-prompts"),
     ("gspo.py --overlong-buffer 40", "--overlong-buffer 40 is longer than --max-new-tokens 32"),

@@ -28,7 +28,7 @@ def gradients(model, batch, budget, entropy_grad=False):
     model.zero_grad()
     results = [torch.zeros_like(batch["mask"]) for _ in range(2)]
     for micro in common.microbatches(batch, budget):
-        pieces = common.logprobs_and_entropy_of(model, 0.7, micro, entropy_grad)
+        pieces = common.logprobs_and_entropy_of(model, 0.7, micro)
         for result, piece in zip(results, pieces):
             result[micro["rows"], : piece.shape[1]] = piece.detach()
         (micro["coefficients"] * (pieces[0] + entropy_grad * pieces[1])).sum().backward()
@@ -216,13 +216,15 @@ def test_the_written_out_gradient_of_log_probabilities_is_autograds():
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 11, generator=draw, dtype=torch.float64).mul_(5).requires_grad_()
     ids = torch.randint(11, (6,), generator=draw)
-    assert torch.autograd.gradcheck(lambda x: LogprobsAndEntropy.apply(x, ids)[0], logits)
+    for chosen in (lambda x: x[0], lambda x: x[1], lambda x: x):  # one, the other, both in the loss
+        assert torch.autograd.gradcheck(lambda x: chosen(LogprobsAndEntropy.apply(x, ids)), logits)  # noqa: B023
     logprobs, entropy = LogprobsAndEntropy.apply(logits, ids)
     torch.testing.assert_close(logprobs, common.token_logprobs(logits, ids))
-    torch.testing.assert_close(entropy, common.token_entropy(logits))
-    assert not entropy.requires_grad
-    impossible = torch.tensor([[0.0, 0.0, -torch.inf]])  # ln 2 nats over the two others
-    assert LogprobsAndEntropy.apply(impossible, torch.tensor([1]))[1].item() == pytest.approx(0.693147, abs=1e-6)
+    torch.testing.assert_close(entropy, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1))
+    impossible = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)  # ln 2 nats over the two others, and nothing pulls at them
+    entropy = LogprobsAndEntropy.apply(impossible, torch.tensor([1]))[1]
+    entropy.backward()
+    assert entropy.item() == pytest.approx(0.693147, abs=1e-6) and impossible.grad.tolist() == [[pytest.approx(0, abs=1e-7)] * 3]
 
 
 def test_no_more_than_two_copies_of_the_logits_are_held():
