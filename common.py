@@ -892,13 +892,14 @@ class LogprobsAndEntropy(torch.autograd.Function):
         probabilities = (logits - logsumexp[:, None]).exp_()
         entropy = torch.special.entr(probabilities, out=probabilities).sum(-1)
         ctx.save_for_backward(logits, ids, logsumexp, entropy)
-        ctx.set_materialize_grads(False)  # None for an entropy that is in no loss
+        ctx.set_materialize_grads(False)  # None for what is in no loss, usually the entropy
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
 
     @staticmethod
     def backward(ctx, grad, entropy_grad):
         logits, ids, logsumexp, entropy = ctx.saved_tensors
-        grad, probabilities = grad[:, None], (logits - logsumexp[:, None]).exp_()
+        grad = (torch.zeros_like(logsumexp) if grad is None else grad)[:, None]
+        probabilities = (logits - logsumexp[:, None]).exp_()
         if entropy_grad is None:
             return probabilities.mul_(-grad).scatter_add_(1, ids[:, None], grad), None
         entropy_grad, surprise = entropy_grad[:, None], torch.special.entr(probabilities)  # -p log p, 0 where p is 0
@@ -1277,8 +1278,9 @@ def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
 
 
 def normalize(rewards: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / std over the batch; sample std; exactly 0 for equal rewards."""
-    rewards = rewards - rewards[0]  # equal rewards leave no rounding behind
+    """(x - mean) / std over the batch; sample std; exactly 0 for equal rewards, whatever rounding leaves of the mean."""
+    if rewards.amax() == rewards.amin():
+        return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + 1e-8)
 
 

@@ -263,7 +263,9 @@ def test_math_answers_that_are_wrong(text, answer):
     assert common.math_answer([""], [text], [{"answer": answer}]) == [0.0]
 
 
-@pytest.mark.parametrize("answer", ["x^2 + 1", r"\frac{\sqrt{2}}{2}", "x=3", "(1, 2)", "3, 5", "10:30", "2π", "2 3/4", "3!", "2024-05-01", "5√2"])
+@pytest.mark.parametrize(
+    "answer", ["x^2 + 1", r"\frac{\sqrt{2}}{2}", "x=3", "(1, 2)", "3, 5", "10:30", "2π", "2 3/4", "3!", "2024-05-01", "5√2"]
+)
 def test_an_answer_that_is_no_number_is_not_judged_by_its_last_number(answer, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(InputError, match="which is not one number, needs a package that is not installed: pip install math-verify"):
@@ -324,7 +326,7 @@ def test_the_best_policy_is_kept(tmp_path, monkeypatch, capsys):
     for name, rewards in (("rises", [0.5, 0.6, 0.9, 0.7]), ("falls", [0.5, 0.4, 0.3, 0.2])):
         left = iter(rewards)
         monkeypatch.setattr(SCRIPTS["grpo"], "evaluate", lambda *_: ({"eval_reward": next(left)}, [SAMPLE]))  # noqa: B023
-        train("grpo", tmp_path / name, **SMALL | ADDITION | {"eval_every": 1, "save_every": 1, "lr": 1e-3})
+        train("grpo", tmp_path / name, **SMALL | ADDITION | {"eval_every": 1, "save_every": 1, "keep": 0, "lr": 1e-3})
     best, second = weights_of(tmp_path / "rises" / "best"), weights_of(tmp_path / "rises" / "checkpoint-2")
     assert all(torch.equal(best[k], second[k]) for k in best) and not (tmp_path / "falls" / "best").exists()
 

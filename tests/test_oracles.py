@@ -255,7 +255,8 @@ def test_advantages_per_token(seed):
     batch.same(ppo.whiten(0.7 * mask, mask, shift), [[0.0 if shift else 0.7] * n for n in batch.lengths])
     R = batch.rows(scale, 3.0)
     errors = [x - y for x, y in zip(flat(R), flat(V))] or [0.0]
-    expected = 1 - pvariance(errors) / max(pvariance(flat(R) or [0.0]), 1e-8)
+    spread = pvariance(flat(R) or [0.0])
+    expected = 1 - pvariance(errors) / spread if spread > 1e-8 else 0.0
     batch.same(common.explained_variance(batch.pad(V), batch.pad(R), mask), expected)
 
 
@@ -350,7 +351,7 @@ def test_numbers():
         assert all(same(script.overlong_penalty(tensor([length]), longest, buffer).item(), penalty) for script in (grpo, gspo, cispo))
         kl, target, n, horizon = rng.uniform(-2, 20), rng.uniform(3, 9), rng.randint(1, 900), rng.choice([50, 5000])
         error = 0.2 if kl > 1.2 * target else -0.2 if kl < 0.8 * target else kl / target - 1
-        assert same(ppo.adapted_kl_coef(0.15, kl, target, n, horizon), max(0.0, 0.15 * (1 + error * n / horizon)))
+        assert same(ppo.adapted_kl_coef(0.15, kl, target, n, horizon), 0.15 * max(0.5, 1 + error * n / horizon))
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
         for schedule, factor in {"constant": 1.0, "linear": 1 - done, "cosine": math.cos(math.pi * done / 2) ** 2}.items():
             assert same(common.lr_factor(step, warmup, schedule, steps), (step + 1) / warmup if step < warmup else factor), (schedule, step)
