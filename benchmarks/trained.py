@@ -1,12 +1,13 @@
-"""What lectures say that takes whole trainings to check, with the embedded policy: the KL against over-optimisation, and updates per batch.
+"""What lectures say that takes whole trainings to check: the KL against over-optimisation, updates per batch, groups without a signal.
 
-    python benchmarks/trained.py --jobs 2                # 24 + 36 runs, under an hour; after a break it goes on
+    python benchmarks/trained.py --jobs 2                # 24 + 36 + 12 runs, under an hour; after a break it goes on
     python benchmarks/trained.py --only updates --seeds 1
 
 Every run is the command line of a shipped script; its metrics.jsonl stays in --output-dir, for plot.py. trained.json holds the means over
 the seeds at each evaluation, trained.md the tables, trained-NAME.png the figures (with matplotlib).
 """
 
+import importlib.util
 import json
 import statistics
 import sys
@@ -25,7 +26,7 @@ CENTRED = "--aggregation constant --minibatch-size None --lr 2e-4"  # with it, g
 
 @dataclass
 class Args:
-    only: tuple[Literal["overoptimization", "updates"], ...] = ("overoptimization", "updates")
+    only: tuple[Literal["overoptimization", "updates", "groups"], ...] = ("overoptimization", "updates", "groups")
     seeds: int = 3
     jobs: int = 1  # runs at a time
     device: str = "cpu"  # cpu, cuda
@@ -57,10 +58,24 @@ def updates() -> dict[str, list[str]]:
     return commands
 
 
+def groups() -> dict[str, list[str]]:
+    """{name: command}: addition, where a group's rewards are soon all 1."""
+    common = f"{TASKS['addition']} --num-steps 100 --eval-every 5 --lr 2e-4 --kl-coef 0"
+    return {
+        f"std {scale}, {rounds} rounds": f"grpo.py {common} --scale-rewards {scale} --dynamic-sampling {rounds}".split()
+        for scale in ("group", "none")
+        for rounds in (0, 3)
+    }
+
+
 def points_of(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl with an evaluation; step 0, before any batch, is on the reference and clips nothing."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{"kl": 0.0, "clip_fraction": 0.0} | row for row in rows if "eval_reward" in row]
+    points, seconds = [], 0.0
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        seconds += sum(value for name, value in row.items() if name.startswith("time_"))
+        if "eval_reward" in row:
+            points.append({"kl": 0.0, "clip_fraction": 0.0, "no_signal_fraction": 0.0, "seconds": seconds} | row)
+    return points
 
 
 def averaged(points: list[list[dict]], name: str) -> list[float]:
@@ -98,7 +113,23 @@ def updates_table(runs: dict[str, list[list[dict]]]) -> list[str]:
     return lines
 
 
-def draw_overoptimization(axes, runs: dict[str, list[list[dict]]]) -> None:
+def groups_table(runs: dict[str, list[list[dict]]]) -> list[str]:
+    lines = [
+        "| divided by | rounds of refilling | held-out share right after a quarter | at the end | groups without a signal at first | at the end | seconds |"
+    ]
+    lines.append("|---" * 7 + "|")
+    for name, points in runs.items():
+        scale, rounds = name.removeprefix("std ").removesuffix(" rounds").split(", ")
+        middle = [next(row for row in rows if row["step"] >= rows[-1]["step"] / 4) for rows in points]
+        cells = [{"group": "the group's std", "none": "nothing"}[scale], rounds]
+        cells += [mean_and_spread([row["eval_reward"] for row in rows]) for rows in (middle, [rows[-1] for rows in points])]
+        cells += [f"{statistics.mean(rows[i]['no_signal_fraction'] for rows in points):.0%}" for i in (1, -1)]
+        lines.append("| " + " | ".join([*cells, mean_and_spread([rows[-1]["seconds"] for rows in points], ".0f")]) + " |")
+    return lines
+
+
+def draw_overoptimization(figure, runs: dict[str, list[list[dict]]]) -> None:
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, where in zip(axes, ("reward", "loss")):
         for i, kl_coef in enumerate(KL_COEFS):
             points = runs[f"{where} {kl_coef:g}"]
@@ -110,7 +141,8 @@ def draw_overoptimization(axes, runs: dict[str, list[list[dict]]]) -> None:
     axes[0].set_ylabel("held-out score")
 
 
-def draw_updates(axes, runs: dict[str, list[list[dict]]]) -> None:
+def draw_updates(figure, runs: dict[str, list[list[dict]]]) -> None:
+    axes = figure.subplots(1, 3, sharey=True)
     for axis, number in zip(axes, UPDATES):
         for name in dict.fromkeys(name.split(" x ")[0] for name in runs):
             points = runs[f"{name} x {number}"]
@@ -120,26 +152,27 @@ def draw_updates(axes, runs: dict[str, list[list[dict]]]) -> None:
     axes[0].set_ylabel("held-out learned reward")
 
 
-def draw(drawing, panels: int, runs: dict, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    figure = Figure((4.2 * panels, 3.6), layout="constrained")
-    drawing(figure.subplots(1, panels, sharey=True), runs)
-    figure.savefig(path, dpi=120)
+def draw_groups(figure, runs: dict[str, list[list[dict]]]) -> None:
+    axes = figure.subplots(1, 2)
+    for name, points in runs.items():
+        axes[0].plot(averaged(points, "step"), averaged(points, "eval_reward"), label=name)
+        axes[1].plot(averaged(points, "step")[1:], averaged(points, "no_signal_fraction")[1:], label=name)
+    axes[0].set(title="held-out share right", xlabel="step")
+    axes[1].set(title="share of groups without a signal", xlabel="step")
+    axes[0].legend(fontsize="x-small")
 
 
 CLAIMS = {
-    "overoptimization": (overoptimization, overoptimization_table, draw_overoptimization, 2),
-    "updates": (updates, updates_table, draw_updates, 3),
+    "overoptimization": (overoptimization, overoptimization_table, draw_overoptimization),
+    "updates": (updates, updates_table, draw_updates),
+    "groups": (groups, groups_table, draw_groups),
 }
 
 
 def main(args: Args) -> None:
     start, tables, results = time.time(), [], {}
     for claim in args.only:
-        commands, table, drawing, panels = CLAIMS[claim]
+        commands, table, drawing = CLAIMS[claim]
         jobs = [
             (f"{claim} {name} {seed}".replace(", ", "-").replace(" ", "-"), [*command, "--seed", str(seed)], 128)
             for name, command in commands().items()
@@ -148,13 +181,17 @@ def main(args: Args) -> None:
         train_all(args, jobs)
         folders = iter(args.output_dir / job[0] for job in jobs)
         runs = {name: [points_of(next(folders)) for _ in range(args.seeds)] for name in commands()}
-        keys = "step", "kl", "eval_reward", "eval_reward/gold_score", "clip_fraction"
+        keys = "step", "seconds", "kl", "eval_reward", "eval_reward/gold_score", "clip_fraction", "no_signal_fraction"
         results[claim] = {
-            name: {"command": " ".join(["python", *commands()[name]])} | {key: averaged(points, key) for key in keys}
+            name: {"command": " ".join(["python", *commands()[name]])} | {key: averaged(points, key) for key in keys if key in points[0][0]}
             for name, points in runs.items()
         }
         tables.append("\n".join(table(runs)))
-        draw(drawing, panels, runs, args.output_dir / f"trained-{claim}.png")
+        if importlib.util.find_spec("matplotlib"):
+            from matplotlib.figure import Figure
+
+            drawing(figure := Figure((11, 3.6), layout="constrained"), runs)
+            figure.savefig(args.output_dir / f"trained-{claim}.png", dpi=120)
     figures = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
     figures |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args), "seconds": round(time.time() - start), "seeds": args.seeds}
     (args.output_dir / "trained.json").write_text(json.dumps(figures | {"claims": results}) + "\n")

@@ -24,7 +24,7 @@ folder, pull, seed = pathlib.Path(flags["--output-dir"]), float(flags["--kl-coef
 (folder / "final").mkdir(parents=True)
 rows = [{"step": 0, "eval_reward": 0.5, "eval_reward/gold_score": 0.25}]
 for step in range(1, 5):  # the learned reward rises, the gold score from the third step on falls; an evaluation at every second
-    rows.append({"step": step, "kl": 2.0 * step, "clip_fraction": 0.5, "time_generate": 1.0})
+    rows.append({"step": step, "kl": 2.0 * step, "clip_fraction": 0.5, "no_signal_fraction": step / 4, "time_generate": 1.0})
     if step % 2 == 0:
         rows[-1] |= {"eval_reward": float(step + seed), "eval_reward/gold_score": 3.0 - step + 10 * pull}
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
@@ -73,7 +73,9 @@ def test_tables(tmp_path, monkeypatch, capsys):
     assert "| reward | 0.1 | 4.50 ± 0.71 | 0.00 ± 0.00 | 8.00 ± 0.00 | 2.00 ± 0.00 | 4.00 ± 0.00 |" in lines
     assert "| loss | 0 | 4.50 ± 0.71 | -1.00 ± 0.00 | 8.00 ± 0.00 | 1.00 ± 0.00 | 4.00 ± 0.00 |" in lines
     assert "| grpo, no clip | 16 | 4.50 ± 0.71 | -1.00 ± 0.00 | 4.50 ± 0.71 | 50% |" in lines
-    assert len(lines) == (2 + 8) + 1 + (2 + 12)
+    # after a quarter, the first evaluation, of step 2: 2 and 3; half of the groups are silent there, all at the end; 4 steps of a second
+    assert "| the group's std | 3 | 2.50 ± 0.71 | 4.50 ± 0.71 | 50% | 100% | 4 ± 0 |" in lines
+    assert len(lines) == (2 + 8) + 1 + (2 + 12) + 1 + (2 + 4)
     results = json.loads((tmp_path / "runs" / "trained.json").read_text())
     assert {"command", "commit", "date", "machine", "seeds"} <= results.keys()
     point = results["claims"]["overoptimization"]["reward 0.01"]
