@@ -35,7 +35,7 @@ class Args:
 
 def overoptimization() -> dict[str, list[str]]:
     """{name: command}: reviews, trained by the reward model with the gold score watched; one gradient, but for where the KL stands."""
-    common = f"{TASKS['reviews']} --num-steps 200 --eval-every 10"
+    common = f"{TASKS['reviews']} --num-steps 150 --eval-every 10"
     commands = {}
     for kl_coef in KL_COEFS:
         commands[f"reward {kl_coef:g}"] = f"rloo.py {common} --kl-coef {kl_coef:g}".split()
@@ -45,7 +45,7 @@ def overoptimization() -> dict[str, list[str]]:
 
 def updates() -> dict[str, list[str]]:
     """{name: command}: reviews, the same batch in whole for every update, one learning rate for all, no KL."""
-    common = f"{TASKS['reviews']} --num-steps 40 --eval-every 2 --minibatch-size None --kl-coef 0 --lr 1e-4"
+    common = f"{TASKS['reviews']} --num-steps 24 --eval-every 3 --minibatch-size None --kl-coef 0 --lr 1e-4"
     commands = {}
     for number in UPDATES:
         for name, flags in {
