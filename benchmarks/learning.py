@@ -120,19 +120,19 @@ def mean_and_spread(values: list[float], form: str = ".2f") -> str:
 
 
 def table(results: dict) -> str:
-    """Markdown: mean ± standard deviation over the seeds; "edge" where no higher, or no lower, learning rate was tried."""
-    lines = ["| task | script | lr | held-out reward | gold score | steps to 90 % of the gain | seconds | peak MiB |", "|---" * 8 + "|"]
+    """Markdown: what each learning rate came to when tried; of the chosen one ("edge": lowest or highest) mean ± standard deviation."""
+    lrs = ", ".join(f"{trial['lr']:.0e}" for trial in next(iter(next(iter(results.values())).values()))["tuning"])
+    lines = [f"| task | script | {lrs} | lr | held-out reward | gold score | steps to 90 % of the gain | seconds | peak MiB |"]
+    lines.append("|---" * 9 + "|")
     for task, scripts in results.items():
         for script, result in scripts.items():
-            runs = result["runs"]
+            runs, lrs = result["runs"], [trial["lr"] for trial in result["tuning"]]
             gold = [run["eval_reward/gold_score"][-1] for run in runs if "eval_reward/gold_score" in run]
-            edge = (
-                " (edge)" if len(result["tuning"]) > 1 and result["lr"] in (result["tuning"][0]["lr"], result["tuning"][-1]["lr"]) else ""
-            )
-            cells = [task, script, f"{result['lr']:.1e}{edge}", mean_and_spread([run["eval_reward"][-1] for run in runs], ".3f")]
-            cells += [mean_and_spread(gold) if gold else "", mean_and_spread([steps_to(run) for run in runs], ".0f")]
-            cells += [mean_and_spread([run["seconds"][-1] for run in runs], ".1f"), f"{max(run['peak_mib'] for run in runs):.0f}"]
-            lines.append("| " + " | ".join(cells) + " |")
+            edge = " (edge)" if len(lrs) > 1 and result["lr"] in (min(lrs), max(lrs)) else ""
+            cells = [task, script, ", ".join(f"{trial['eval_reward']:.2f}" for trial in result["tuning"]), f"{result['lr']:.0e}{edge}"]
+            cells += [mean_and_spread([run["eval_reward"][-1] for run in runs], ".3f"), mean_and_spread(gold) if gold else ""]
+            cells += [mean_and_spread([steps_to(run) for run in runs], ".0f"), mean_and_spread([run["seconds"][-1] for run in runs], ".1f")]
+            lines.append(f"| {' | '.join(cells)} | {max(run['peak_mib'] for run in runs):.0f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -114,9 +114,7 @@ def updates_table(runs: dict[str, list[list[dict]]]) -> list[str]:
 
 
 def groups_table(runs: dict[str, list[list[dict]]]) -> list[str]:
-    lines = [
-        "| divided by | rounds of refilling | held-out share right after a quarter | at the end | groups without a signal at first | at the end | seconds |"
-    ]
+    lines = ["| divided by | rounds of refilling | right after a quarter | at the end | silent groups at first | at the end | seconds |"]
     lines.append("|---" * 7 + "|")
     for name, points in runs.items():
         scale, rounds = name.removeprefix("std ").removesuffix(" rounds").split(", ")

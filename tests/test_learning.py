@@ -51,7 +51,7 @@ def test_learning(tmp_path, monkeypatch, capsys):
     assert first["completions"] == [0, 16, 32, 48, 64] and first["seconds"] == [0, 4, 8, 12, 16]
     assert first["eval_reward"] == [0, 0.4, 0.8, 0.8, 0.8] and second["eval_reward"][-1] == 0.9
     row = (tmp_path / "runs" / "learning.md").read_text().splitlines()[3]
-    assert row.startswith("| reviews | grpo | 2.0e-04 | 0.850 ± 0.071 | -0.85 ± 0.07 | 4 ± 0 | 16.0 ± 0.0 |"), row
+    assert row.startswith("| reviews | grpo | 0.50, 0.80, 0.70 | 2e-04 | 0.850 ± 0.071 | -0.85 ± 0.07 | 4 ± 0 | 16.0 ± 0.0 |"), row
     assert not list((tmp_path / "runs").glob("*/final"))
 
     # again: what is done is kept, what is not, or was done by another command, begins anew
