@@ -31,6 +31,7 @@ import time
 import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
@@ -94,8 +95,8 @@ def ask_to_stop(process: int, number: int, frame) -> None:
     if asked_to_stop and num_ranks() == 1:  # torchrun passes on what the terminal has sent to all: once more is no second wish
         raise KeyboardInterrupt
     if not asked_to_stop and rank() == 0:
-        once_more = "" if num_ranks() > 1 else "; once more to stop at once"
-        print(f"stopping after this step, with a checkpoint{once_more}", file=sys.stderr)
+        when = "if the others still run" if num_ranks() > 1 else "once more to stop at once"
+        print(f"stopping after this step, with a checkpoint; {when}", file=sys.stderr)
     asked_to_stop.append(number)
 
 
@@ -248,7 +249,8 @@ def join_ranks() -> None:
         return
     ranks["store"], number, count = next(dist.rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=ranks["store"], rank=number, world_size=count)
+    patience = timedelta(days=1)  # one rank's reward function may take its time; one that dies is noticed anyway
+    dist.init_process_group(backend, timeout=patience, store=ranks["store"], rank=number, world_size=count)
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
 
@@ -373,9 +375,13 @@ def gathered(model):
             yield
         return
     modules = [module for module in model.modules() if hasattr(module, "unshard")] if num_ranks() > 1 else []
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+    try:
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+    except Exception as error:
+        error.out_of_step = True  # the others may have gone on, and wait for this rank in the middle of it
+        raise
     yield
     for module in modules:
         module.set_reshard_after_forward(True, recurse=False)
@@ -1454,8 +1460,9 @@ def keep_best(folder: Path, policy, tokenizer, state: dict, step: int, eval_metr
     """Save the policy as best/ when its held-out reward is the best so far, the untrained policy's included."""
     if not eval_metrics:
         return
-    best = max(state.get("best", -math.inf), on_rank_0(partial(best_so_far, folder))["eval_reward"])
-    state["best"] = max(best, reward := eval_metrics["eval_reward"])
+    reward, best = on_rank_0(lambda: (eval_metrics["eval_reward"], best_so_far(folder)["eval_reward"]))
+    best = max(best, state.get("best", -math.inf))
+    state["best"] = max(best, reward)
     if step > 0 and reward > best:
         save_model(folder / "best", policy, tokenizer, {"step": step, "eval_reward": reward})
 
@@ -1539,6 +1546,8 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
         if (Path(run_folder) / "final").exists():
             raise InputError(f"{run_folder} has a final/ but no checkpoint to continue from; name another --output-dir to begin anew")
+        best = Path(run_folder) / "best"
+        on_rank_0(lambda: best.exists() and best.rename(best.with_name(f"best-until-{time.strftime('%Y%m%d-%H%M%S')}")))
         print(f"{run_folder} has no checkpoint yet: the run begins anew")
         return anew
     if not found:

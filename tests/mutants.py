@@ -87,7 +87,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     # evaluation, checkpoints, rewards of a user's own job
     ("common.py", 'batch["rewards"].view(-1, num_samples).amax(1)', 'batch["rewards"].view(-1, num_samples).mean(1)'),
     ("common.py", "step > 0 and reward > best:", "step > 0 and reward < best:"),
-    ("common.py", 'best = max(state.get("best", -math.inf), on_rank_0(partial(best_so_far, folder))["eval_reward"])', 'best = state.get("best", -math.inf)'),
+    ("common.py", 'best = max(best, state.get("best", -math.inf))', 'best = state.get("best", -math.inf)'),
     ("common.py", "first_row=first * num_samples", "first_row=first"),
     ("common.py", "        if step > 0:\n            save_model", "        if True:\n            save_model"),
     ("common.py", 'messages = conversation(row["prompt"], system_prompt)\n        if', 'messages = row["prompt"]\n        if'),

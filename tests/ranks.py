@@ -184,7 +184,7 @@ def main() -> None:
         run(script, words, alone, 1)
         for size in sizes:
             runs = [(size, None), (size, 1 if size == 2 else 3), (1, size)]  # the second number of ranks resumes what the first began
-            for first, then in runs[1:2] if quick and script is ppo else runs[:1] if quick else runs:
+            for first, then in runs[2:] if quick and script is ppo else runs[:1] if quick else runs:
                 began, other = time.time(), folder / "other"
                 if then is None:
                     run(script, words, other, first)
