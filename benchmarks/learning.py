@@ -137,24 +137,26 @@ def table(results: dict) -> str:
 
 
 def draw(scripts: dict, path: Path) -> None:
-    """Mean and standard deviation of the held-out reward, against completions and against seconds; nothing without matplotlib."""
+    """Mean and standard deviation of the held-out reward against completions and seconds, and of a gold score."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure((11, 4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    panels = [("completions", "eval_reward"), ("seconds", "eval_reward")]
+    if all("eval_reward/gold_score" in run for result in scripts.values() for run in result["runs"]):
+        panels.append(("completions", "eval_reward/gold_score"))
+    figure = Figure((4.5 * len(panels) + 1, 4), layout="constrained")
+    axes = figure.subplots(1, len(panels))
     for script, result in scripts.items():
-        columns = list(zip(*(run["eval_reward"] for run in result["runs"])))
-        mean = [statistics.mean(values) for values in columns]
-        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in columns]
-        for axis, x in zip(axes, ("completions", "seconds")):
+        for axis, (x, y) in zip(axes, panels):
+            columns = list(zip(*(run[y] for run in result["runs"])))
+            mean = [statistics.mean(values) for values in columns]
+            spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in columns]
             at = [statistics.mean(values) for values in zip(*(run[x] for run in result["runs"]))]
-            (line,) = axis.plot(at, mean, label=f"{script}, lr {result['lr']:.1e}", linewidth=1.2)
+            (line,) = axis.plot(at, mean, label=f"{script}, lr {result['lr']:.0e}", linewidth=1.2)
             below, above = ([m + sign * s for m, s in zip(mean, spread)] for sign in (-1, 1))
             axis.fill_between(at, below, above, color=line.get_color(), alpha=0.15, linewidth=0)
-            axis.set_xlabel(x)
-    axes[0].set_ylabel("held-out reward")
+            axis.set(xlabel=x, ylabel=y.replace("eval_reward/", "held-out ").replace("eval_", "held-out ").replace("_", " "))
     axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
