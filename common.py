@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 import tyro
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer
@@ -411,7 +412,11 @@ def full_state(owner) -> dict:
 def load_state(owner, state: dict) -> None:
     """Load what full_state gave on rank 0; each rank keeps its part."""
     if num_ranks() == 1:
-        owner.load_state_dict(state)
+        try:
+            owner.load_state_dict(state)
+        except (RuntimeError, ValueError) as error:
+            why = "PPO's value model is made from the reward model, so keep the rewards and --value-model as they were"
+            raise InputError(f"the checkpoint does not fit the models ({one_line(error)}); {why}") from error
     elif isinstance(owner, torch.nn.Module):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -446,7 +451,7 @@ def pretrained(kind, path: str, trust_remote_code: bool = False, **kwargs):
         raise InputError(f"{path} is neither a folder that exists nor a hub id (owner/name)")
     try:
         return kind.from_pretrained(locate(path), **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise InputError(f"{path} brings Python code of its own; read it, and if you trust it, add --trust-remote-code") from None
         raise InputError(f"{path} could not be loaded: {one_line(error)}") from None
@@ -1546,9 +1551,7 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
     if not found and (Path(run_folder) / "metrics.jsonl").exists() and not list(Path(run_folder).glob("checkpoint-*")):
         if (Path(run_folder) / "final").exists():
             raise InputError(f"{run_folder} has a final/ but no checkpoint to continue from; name another --output-dir to begin anew")
-        best = Path(run_folder) / "best"
-        on_rank_0(lambda: best.exists() and best.rename(best.with_name(f"best-until-{time.strftime('%Y%m%d-%H%M%S')}")))
-        print(f"{run_folder} has no checkpoint yet: the run begins anew")
+        print(f"{run_folder} has no checkpoint yet: the run begins anew, and what is there is put aside")
         return anew
     if not found:
         raise InputError(f"--resume {run_folder} holds no complete checkpoint (checkpoint-STEP/state.pt)")
@@ -1559,10 +1562,12 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
 
 
 def put_back(run_folder: Path) -> None:
-    """The folders whose old one had given its name away when the process died."""
+    """The folders whose old one had given its name away when the process died; what else it left half done goes."""
     for old in run_folder.glob(".*.old"):
         if not (folder := old.with_name(old.name[1:-4])).exists() and not old.name.startswith(".checkpoint"):
             old.rename(folder)
+    for left in [*run_folder.glob(".*.old"), *run_folder.glob(".*.partial")]:
+        shutil.rmtree(left)
 
 
 def save_model(folder: Path, policy, tokenizer, state: dict | None = None) -> None:
@@ -1651,9 +1656,9 @@ def absolute(option):
     """A path option (or several, or file.py:function) that names something in this folder, so that it does from any other."""
     if isinstance(option, tuple):
         return tuple(map(absolute, option))
-    if not isinstance(option, str):
+    if not option or option in ("exact_match", "math_answer"):
         return option
-    path, colon, rest = option.partition(":")
+    path, colon, rest = (option, "", "") if Path(option).exists() else option.rpartition(":")
     return str(Path(path).resolve()) + colon + rest if path and Path(path).exists() else option
 
 
@@ -1674,6 +1679,11 @@ class Logger:
         self.dir.mkdir(parents=True, exist_ok=True)
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
+        if config["resume"] and start == 0 and read_lines(self.dir / "metrics.jsonl"):  # begun anew
+            (aside := self.dir / f"until-{time.strftime('%Y%m%d-%H%M%S')}").mkdir()
+            for left in ("metrics.jsonl", "samples.jsonl", "best"):
+                if (self.dir / left).exists():
+                    (self.dir / left).rename(aside / left)
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
             write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
@@ -1781,7 +1791,7 @@ def open_tracker(track: str, folder: Path, config: dict, start: int) -> tuple[Ca
     if track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+        writer = SummaryWriter(str(folder), purge_step=(start + 1 if start else 0) if config["resume"] else None)
 
         def log(metrics: dict, samples: list[dict]) -> None:
             step = metrics["step"]
@@ -1825,7 +1835,7 @@ def describe(
             reward.fn(*zip(*((p.text, "", p.row) for p in prompts + eval_prompts)))
     several = f" x {num_ranks()} ({'each with a copy of the weights' if ranks['mesh'].ndim > 1 else 'weights sharded'})" if ranks else ""
     say(f"device: {device}{several}, float32 weights, {str(dtype).removeprefix('torch.')} passes")
-    for name, model in (models | {r.name: r.model for r in reward_fns}).items():
+    for name, model in [*models.items(), *((r.name, r.model) for r in reward_fns)]:
         if model is not None:
             total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or k) / 1e6 for k in (True, False))
             how = ", frozen" if trained == 0 else f", {trained:.3f}M trained" if trained < total else ""

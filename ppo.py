@@ -186,7 +186,7 @@ def main(args: Args) -> None:
         value_model = load_value_model(*value_args, args.trust_remote_code)
     params = [{"params": policy.parameters()}, {"params": value_model.parameters()}]
     optimizer = torch.optim.AdamW(params, lr=args.lr, weight_decay=0.0, fused=True)
-    kl_scale = state.get("kl_scale", 1.0) if args.kl_target else 1.0  # what adapts; --kl-coef may be another in a resumed run
+    kl_coef = state["kl_coef"] if args.kl_target and state.get("kl_start") == args.kl_coef else args.kl_coef  # what is typed anew wins
     if checkpoint:
         load_state(optimizer, state.pop("optimizer"))
         load_state(value_model, state.pop("value_model"))
@@ -229,7 +229,7 @@ def main(args: Args) -> None:
         token_rewards = at_last_token(rewards, batch["mask"])  # (B, T)
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
-            token_rewards = token_rewards - args.kl_coef * kl_scale * kl
+            token_rewards = token_rewards - kl_coef * kl
         if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (sampling rounds otherwise)
             batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch, args.microbatch_tokens)
         else:
@@ -269,10 +269,10 @@ def main(args: Args) -> None:
         # 5. log
         metrics |= {"lr": lr} | summarize(batch, totals, timer.laps)
         metrics["explained_variance"] = explained_variance(batch["values"], batch["returns"], batch["mask"])
-        metrics["kl_coef"] = args.kl_coef * kl_scale
+        metrics["kl_coef"] = kl_coef
         if args.kl_target and reference is not None:
             mean_kl = masked_sum(kl, batch["mask"], 1).mean().item()
-            kl_scale = adapted_kl_coef(kl_scale, mean_kl, args.kl_target, len(rewards), args.kl_horizon)
+            kl_coef = adapted_kl_coef(kl_coef, mean_kl, args.kl_target, len(rewards), args.kl_horizon)
         samples = samples_of(batch)
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out(step)
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
         logger.log(step, metrics, samples)
         if step == args.num_steps or stopping() or (args.save_every and step % args.save_every == 0):
             saved = {"optimizer": full_state(optimizer)}
-            saved |= {"value_model": full_state(value_model), "kl_scale": kl_scale}
+            saved |= {"value_model": full_state(value_model), "kl_coef": kl_coef, "kl_start": args.kl_coef}
             save_checkpoint(logger.dir, step, policy, tokenizer, state | saved, args.keep)
     save_model(logger.dir / "final", policy, tokenizer)
     logger.close()

@@ -70,7 +70,9 @@ def train(args, name: str, command: list[str], rows: int) -> dict:
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n" + Path(f"{folder}.log").read_text()[-2000:])
         found = {"command": " ".join(["python", *command]), "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)}
-        found |= curve((folder / "metrics.jsonl").read_text(), rows)
+        found |= {"commit": git("describe", "--always", "--dirty", "--abbrev=12")} | curve((folder / "metrics.jsonl").read_text(), rows)
+        if found["step"] != sorted(set(found["step"])):
+            raise RuntimeError(f"{folder} was written by two runs; is one left over from a benchmark that was killed?")
         for weights in [*folder.glob("checkpoint-*"), folder / "best", folder / "final"]:
             shutil.rmtree(weights, ignore_errors=True)
         done.write_text(json.dumps(found))
@@ -169,7 +171,7 @@ def main(args: Args) -> None:
         commands = []
         for task, script, lr, seed in runs:
             flags = f"{TASKS[task]} --seed {seed} --lr {lr:g} --num-steps {max(1, args.completions // rows[script])}"
-            name = f"{task}-{script}-{lr:.1e}-{seed}-{args.completions}-{args.eval_every}"
+            name = f"{task}-{script}-{lr:g}-{seed}-{args.completions}-{args.eval_every}"
             commands.append((name, [f"{script}.py", *flags.split(), "--eval-every", str(args.eval_every)], rows[script]))
         return [{"lr": lr, "seed": seed} | found for (_, _, lr, seed), found in zip(runs, train_all(args, commands))]
 

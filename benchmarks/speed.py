@@ -17,9 +17,9 @@ output matrix sets its logit. With another number it ends a completion with prob
 
 TRL as a user would set it for speed: the batch in one piece, no gradient checkpointing (its default is on), the same dtype as ours,
 no logging, tracking or saving, its default optimizer (fused AdamW); its losses and all else are its defaults. Our scripts keep theirs,
-but for the microbatch (which changes no result): all rows at once in W1, one prompt with its completions in W2 and W4. PPO left TRL after 1.12, the
-version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so ours gets
-both, too, and it samples one completion of each of prompts x completions prompts.
+but for the microbatch (which changes no result): all rows at once in W1, one prompt with its completions in W2 and W4. PPO left TRL after
+1.12, the version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so
+ours gets both, too, and it samples one completion of each of prompts x completions prompts.
 
 The floor counts the floating-point operations of a step that reads each prompt once per group, in sampling and in training, and makes
 logits where a completion token is predicted and nowhere else (2 per weight and token forward, 4 backward, and attention), over the rate
@@ -58,7 +58,7 @@ class Args:
     device: str = "cpu"  # cpu, cuda
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; weights are float32
     sweep: bool = False  # growth, memory over 200 steps and start-up time instead of workloads
-    output: str | None = None  # figures as JSON; by default speed.json, speed-sweep.json, speed-cuda.json, ... beside this file
+    output: str | None = None  # JSON; None: speed.json beside this file, or speed-ours.json, speed-sweep.json, speed-cuda.json, ...
 
 
 @dataclass
@@ -527,8 +527,11 @@ def main(args: Args) -> None:
         facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
         facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
         print(json.dumps(facts, indent=2))
-        kind = ["sweep"] * args.sweep + [word for word in (args.device, args.dtype) if word not in ("cpu", "float32")]
+        kind = ["sweep"] * args.sweep or ["ours"] * (not args.trl_python)
+        kind += [word for word in (args.device, args.dtype) if word not in ("cpu", "float32")]
         output = Path(args.output or Path(__file__).with_name("-".join(["speed", *kind]) + ".json"))
+        if not output.parent.is_dir():
+            sys.exit(f"error: --output {output} is in no folder that exists")
         if args.sweep:
             figures = facts | sweep(args, Path(folder))
         else:  # workloads and algorithms that are not measured this time keep their figures

@@ -129,6 +129,17 @@ def test_concatenate_pads_to_the_wider():
     assert joined["truncated"].tolist() == [True, False]
 
 
+def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rewards.py", "exact_match", "a:b.jsonl", "c:d.py"):
+        Path(name).touch()
+    options = ("rewards.py:score", "c:d.py:score", "exact_match", "a:b.jsonl", "owner/data:main:train", "gone.py:score")
+    assert common.absolute(options) == (
+        f"{tmp_path}/rewards.py:score", f"{tmp_path}/c:d.py:score", "exact_match", f"{tmp_path}/a:b.jsonl", *options[4:]
+    )  # fmt: skip
+    assert common.absolute(None) is None and common.absolute("") == ""
+
+
 def test_entropy_of_a_distribution():
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()  # .5 ln 2 + 2 * .25 ln 4 = 1.5 ln 2
     assert common.LogprobsAndEntropy.apply(logits, torch.tensor([0]))[1].item() == pytest.approx(1.5 * math.log(2))

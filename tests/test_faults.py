@@ -142,7 +142,8 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path, capsy
     (tmp_path / "run" / "best").mkdir(exist_ok=True)
     (tmp_path / "run" / "best" / "mark").touch()
     run_command(["gspo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2"])
-    assert list((tmp_path / "run").glob("best-until-*/mark"))  # what the dead run had found is kept, and decides nothing
+    (aside,) = (tmp_path / "run").glob("until-*")  # what the dead run had found is kept, and decides nothing
+    assert (aside / "best" / "mark").exists() and metrics_of(aside) == before
     assert "has no checkpoint yet: the run begins anew" in capsys.readouterr().out
     assert without_times(metrics_of(tmp_path / "run")) == without_times(whole)
 

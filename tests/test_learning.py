@@ -55,9 +55,9 @@ def test_learning(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "runs").glob("*/final"))
 
     # again: what is done is kept, what is not, or was done by another command, begins anew
-    other = next((tmp_path / "runs").glob("reviews-rloo-2.0e-04-0-*/done.json"))
+    other = next((tmp_path / "runs").glob("reviews-rloo-0.0002-0-*/done.json"))
     other.write_text(other.read_text().replace("--device cpu", "--device cuda"))
-    broken = next((tmp_path / "runs").glob("reviews-grpo-2.0e-04-1-*/done.json"))
+    broken = next((tmp_path / "runs").glob("reviews-grpo-0.0002-1-*/done.json"))
     broken.unlink()
     learning.main(args)
     again = (tmp_path / "calls.txt").read_text().splitlines()[len(calls) :]

@@ -215,15 +215,22 @@ def test_a_text_option_is_no_path_in_a_resumed_run(tmp_path, monkeypatch, capsys
         Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         train("grpo", tmp_path / name, **SMALL | ADDITION | options)
         Path("work").mkdir(exist_ok=True)
+        Path("exact_match").touch()
         run_command(["grpo.py", "--resume", str(tmp_path / name), "--num-steps", "2"])
         assert metrics_of(tmp_path / name)[-1]["step"] == 2 and "--system-prompt" not in capsys.readouterr().out
+
+
+def test_ppo_is_not_resumed_with_a_value_model_of_another_kind(tmp_path):
+    train("ppo", tmp_path / "run", **SMALL | {"num_steps": 1})
+    with pytest.raises(SystemExit, match="does not fit the models .* keep the rewards and --value-model as they were"):
+        run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "2", "--reward-weights", "0"])
 
 
 def test_a_kl_coef_typed_beside_resume_is_the_one_that_adapts(tmp_path):
     """A target that is never reached: with 16 completions a step and a horizon of 16, the coefficient falls by a fifth in each step."""
     train("ppo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 2, "kl_coef": 0.5, "kl_target": 100.0, "kl_horizon": 16})
-    run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "3", "--kl-coef", "1.0"])
-    assert [row["kl_coef"] for row in metrics_of(tmp_path / "run")[1:]] == pytest.approx([0.5, 0.5 * 0.8, 1.0 * 0.8 * 0.8])
+    run_command(["ppo.py", "--resume", str(tmp_path / "run"), "--num-steps", "4", "--kl-coef", "1.0"])
+    assert [row["kl_coef"] for row in metrics_of(tmp_path / "run")[1:]] == pytest.approx([0.5, 0.5 * 0.8, 1.0, 0.8])
 
 
 @pytest.mark.parametrize("command, message", [  # what is one script's own; tests/test_refusals.py has the rest
