@@ -134,7 +134,7 @@ def draw_overoptimization(figure, runs: dict[str, list[list[dict]]]) -> None:
             kl = averaged(points, "kl")
             axis.plot(kl, averaged(points, "eval_reward"), "-", color=f"C{i}", label=f"learned, coefficient {kl_coef if i else 0:g}")
             axis.plot(kl, averaged(points, "eval_reward/gold_score"), "--", color=f"C{i}", label="gold")
-        axis.set(title=f"KL in the {where}", xlabel="KL to the reference, nats per completion", ylim=(-3, 6))
+        axis.set(title=f"KL in the {where}", xlabel="KL to the reference, nats per completion", xlim=(0, 60), ylim=(-1, 4))
     axes[0].legend(fontsize="x-small", ncols=2)
     axes[0].set_ylabel("held-out score")
 
