@@ -17,8 +17,7 @@ output matrix sets its logit. With another number it ends a completion with prob
 
 TRL as a user would set it for speed: the batch in one piece, no gradient checkpointing (its default is on), the same dtype as ours,
 no logging, tracking or saving, its default optimizer (fused AdamW); its losses and all else are its defaults. Our scripts keep theirs,
-but for the microbatch (which changes no result): all rows at once in W1, one prompt with its completions in W2 and W4. PPO left TRL after
-1.12, the version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so
+but for the microbatch (which changes no result): all rows at once in W1, 1024 tokens with the larger model. PPO left TRL after 1.12, the version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so
 ours gets both, too, and it samples one completion of each of prompts x completions prompts.
 
 The floor counts the floating-point operations of a step that reads each prompt once per group, in sampling and in training, and makes
@@ -78,7 +77,7 @@ class Workload:
 WORKLOADS = {
     "W1": Workload("tiny", 16, 8, 16, 32, microbatch_tokens=8192),
     "W1k": Workload("tiny", 16, 8, 16, 32, kl_coef=0.04, microbatch_tokens=8192),
-    "W2": Workload("135M", 2, 8, 64, 64, speed=2.2, memory=0.5, microbatch_tokens=640),
+    "W2": Workload("135M", 2, 8, 64, 64, speed=2.2, memory=0.5, microbatch_tokens=1024),
     "W3": Workload("tiny", 16, 8, 16, 128, speed=3.0, memory=0.5, stop=1 / 32),
     "W4": Workload("135M", 2, 8, 384, 64, speed=4.0, memory=0.4, microbatch_tokens=1024),
 }
