@@ -17,8 +17,9 @@ output matrix sets its logit. With another number it ends a completion with prob
 
 TRL as a user would set it for speed: the batch in one piece, no gradient checkpointing (its default is on), the same dtype as ours,
 no logging, tracking or saving, its default optimizer (fused AdamW); its losses and all else are its defaults. Our scripts keep theirs,
-but for the microbatch (which changes no result): all rows at once in W1, 1024 tokens with the larger model. PPO left TRL after 1.12, the version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so
-ours gets both, too, and it samples one completion of each of prompts x completions prompts.
+but for the microbatch (which changes no result): all rows at once in W1, 1024 tokens with the larger model. PPO left TRL after 1.12, the
+version to install for its figures (with `requests`, which it forgets to name); it always has a reference and a reward model, so ours gets
+both, too, and it samples one completion of each of prompts x completions prompts.
 
 The floor counts the floating-point operations of a step that reads each prompt once per group, in sampling and in training, and makes
 logits where a completion token is predicted and nowhere else (2 per weight and token forward, 4 backward, and attention), over the rate
