@@ -1662,12 +1662,17 @@ def absolute(option):
     return str(Path(path).resolve()) + colon + rest if path and Path(path).exists() else option
 
 
+def stamp() -> str:
+    """The time, and the process, for a name that another run of the same second does not have."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
 class Logger:
     """The run folder, the progress on the screen, and a tracker; rank 0's alone."""
 
     def __init__(self, name: str, config: dict, start: int):
         self.num_steps, self.start = config["num_steps"], start
-        self.dir = Path(config["output_dir"] or on_rank_0(lambda: f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")).absolute()
+        self.dir = Path(config["output_dir"] or on_rank_0(lambda: f"runs/{name}-{stamp()}")).absolute()
         on_rank_0(lambda: self.open(name, dict(config), start))
 
     def open(self, name: str, config: dict, start: int) -> None:
@@ -1680,13 +1685,13 @@ class Logger:
         config |= {option: absolute(config.get(option)) for option in PATHS if option in config}  # to be resumed from any folder
         write_text(self.dir / "args.json", json.dumps({"script": name} | config, indent=2) + "\n")
         if config["resume"] and start == 0 and read_lines(self.dir / "metrics.jsonl"):  # begun anew
-            (aside := self.dir / f"until-{time.strftime('%Y%m%d-%H%M%S')}").mkdir()
+            (aside := self.dir / f"until-{stamp()}").mkdir()
             for left in ("metrics.jsonl", "samples.jsonl", "best"):
                 if (self.dir / left).exists():
                     (self.dir / left).rename(aside / left)
         for file in ("metrics.jsonl", "samples.jsonl"):  # a resumed run writes the steps after its checkpoint again
             rows = read_lines(self.dir / file) if config["resume"] else []
-            write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start > 0))
+            write_text(self.dir / file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= start))
         bar = {"bar_format": "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}", "dynamic_ncols": True}
         self.bar = tqdm(total=self.num_steps, initial=start, desc=name, disable=bool(quiet) or not sys.stderr.isatty(), **bar)
         self.figures = {}

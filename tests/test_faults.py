@@ -24,6 +24,13 @@ def words_of(options):
     return flags
 
 
+def test_two_processes_of_one_second_name_two_folders(monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-120000")
+    first = common.stamp()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert common.stamp() != first
+
+
 def test_killed_runs_end_as_if_never_killed():
     done = subprocess.run([sys.executable, "tests/kill.py", "--kills", "10"], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0 and "10 kills" in done.stdout, done.stdout + done.stderr
@@ -103,6 +110,14 @@ def test_a_folder_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("")
     common.load_checkpoint(str(tmp_path))
     assert (tmp_path / "best" / "config.json").exists()
+    for left in (".checkpoint-1.old", ".final.partial", ".best.old"):  # half written, or given up for a newer one that is there
+        (tmp_path / left).mkdir()
+    common.put_back(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "metrics.jsonl"]
+    weights = tmp_path / "best" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])  # cut short by something else
+    with pytest.raises(InputError, match="best could not be loaded: "):
+        common.load_policy(str(tmp_path / "best"), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
