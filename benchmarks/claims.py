@@ -31,7 +31,7 @@ import ppo
 import reinforce
 import rloo
 import test_enumeration as small
-from speed import git, machine
+from speed import facts
 
 
 @dataclass
@@ -309,14 +309,12 @@ def draw(panels: list[dict], path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    facts = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-    facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(SimpleNamespace(device="cpu")), "torch": torch.__version__}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     output = args.output_dir / "claims.json"
     results = json.loads(output.read_text()) if output.exists() else {}  # claims that are not checked this time keep theirs
     for name in args.only:
         start, claim = time.perf_counter(), globals()[name]()
-        results[name] = facts | claim | {"seconds": round(time.perf_counter() - start, 1)}
+        results[name] = facts("cpu") | {"torch": torch.__version__} | claim | {"seconds": round(time.perf_counter() - start, 1)}
         draw(claim["panels"], args.output_dir / f"claims-{name}.png")
         print(f"{name}\n  lecture: {claim['lecture']}\n  found:   {claim['found']}", flush=True)
     text = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", json.dumps(results, indent=1))

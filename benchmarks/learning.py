@@ -1,6 +1,6 @@
 """How the six scripts learn the two embedded tasks: one budget of completions, learning rates picked by one rule, several seeds.
 
-    python benchmarks/learning.py --jobs 2                           # both tasks: 6 x 2 x (4 + 5) runs, two hours; after a break it goes on
+    python benchmarks/learning.py --jobs 2                           # both tasks: 108 runs, over an hour; after a break it goes on
     python benchmarks/learning.py --tasks addition --seeds 2 --completions 1280 --output-dir /tmp/try  # minutes
 
 The rule: every script tries the same --lrs (all six defaults are among them) once each, with a seed that is not used again, and takes the
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from speed import git, machine  # no torch here: Linux counts the parent's memory in a child's high-water mark
+from speed import facts  # no torch here: Linux counts the parent's memory in a child's high-water mark
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = "reinforce", "rloo", "ppo", "grpo", "gspo", "cispo"
@@ -70,7 +70,7 @@ def train(args, name: str, command: list[str], rows: int) -> dict:
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n" + Path(f"{folder}.log").read_text()[-2000:])
         found = {"command": " ".join(["python", *command]), "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)}
-        found |= {"commit": git("describe", "--always", "--dirty", "--abbrev=12")} | curve((folder / "metrics.jsonl").read_text(), rows)
+        found |= {"commit": facts(args.device)["commit"]} | curve(evaluations(folder), rows)
         if found["step"] != sorted(set(found["step"])):
             raise RuntimeError(f"{folder} was written by two runs; is one left over from a benchmark that was killed?")
         for weights in [*folder.glob("checkpoint-*"), folder / "best", folder / "final"]:
@@ -91,17 +91,21 @@ def train_all(args, runs: list[tuple[str, list[str], int]]) -> list[dict]:
             raise
 
 
-def curve(metrics: str, rows: int) -> dict:
-    """Lists with an entry per evaluation: steps, completions, seconds of the steps so far, and each held-out score."""
-    points, seconds = {"step": [], "completions": [], "seconds": []}, 0.0
-    for row in map(json.loads, metrics.splitlines()):
+def evaluations(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl with an evaluation, each with the "seconds" of the steps so far."""
+    found, seconds = [], 0.0
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         seconds += sum(value for name, value in row.items() if name.startswith("time_"))
         if "eval_reward" in row:
-            row |= {"completions": row["step"] * rows, "seconds": seconds}
-            for name in row:
-                if name in points or name.startswith("eval_"):
-                    points.setdefault(name, []).append(row[name])
-    return points
+            found.append(row | {"seconds": seconds})
+    return found
+
+
+def curve(evaluated: list[dict], rows: int) -> dict:
+    """Lists with an entry per evaluation: steps, completions, seconds of the steps so far, and each held-out score."""
+    names = dict.fromkeys(name for row in evaluated for name in row if name in ("step", "seconds") or name.startswith("eval_"))
+    points = {name: [row[name] for row in evaluated if name in row] for name in names}
+    return points | {"completions": [step * rows for step in points["step"]]}
 
 
 def steps_to(run: dict, share: float = 0.9) -> int:
@@ -182,8 +186,7 @@ def main(args: Args) -> None:
         tuning = [{"lr": run["lr"], "eval_reward": run["eval_reward"][-1]} for run in chosen[task, script]]
         runs = final[i * args.seeds : (i + 1) * args.seeds]
         results[task][script] = {"lr": runs[0]["lr"], "tuning_seed": TUNING_SEED, "tuning": tuning, "runs": runs}
-    figures = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-    figures |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args), "seconds": round(time.time() - start), "tasks": results}
+    figures = facts(args.device) | {"seconds": round(time.time() - start), "tasks": results}
     (args.output_dir / "learning.json").write_text(json.dumps(figures) + "\n")
     (args.output_dir / "learning.md").write_text(table(results))
     for task in args.tasks:

@@ -505,10 +505,16 @@ def git(*words: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *words], check=False, capture_output=True, text=True).stdout.strip()
 
 
-def machine(args: Args) -> dict:
+def facts(device: str) -> dict:
+    """What belongs beside every figure: the command, the commit, the day and the machine."""
+    commit = git("describe", "--always", "--dirty", "--abbrev=12")
+    return {"command": " ".join(["python", *sys.argv]), "commit": commit, "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
+
+
+def machine(device: str) -> dict:
     names = [line.split(":")[1].strip() for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"processor": (names or [platform.processor()])[0], "cores": os.cpu_count(), "memory_gib": round(memory), "device": args.device}
+    return {"processor": (names or [platform.processor()])[0], "cores": os.cpu_count(), "memory_gib": round(memory), "device": device}
 
 
 def read(path: str) -> str:
@@ -522,26 +528,24 @@ def main(args: Args) -> None:
         them = run(versions, args.trl_python, {"folder": folder}) if args.trl_python and not args.sweep else {}
         if them and "ppo" in args.algorithms and not them["has_ppo"]:
             print(f"TRL {them['versions']['trl']} ships no PPOTrainer (1.12.0 was the last that did), so only our PPO is measured")
-        command = " ".join(["python", *sys.argv]).replace(args.trl_python or "\0", "trl/bin/python")  # this machine's path says nothing
-        facts = {"command": command, "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-        facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args) | {"threads": us["threads"]}, "dtype": args.dtype}
-        facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
-        print(json.dumps(facts, indent=2))
+        run_facts = facts(args.device) | {"threads": us["threads"], "dtype": args.dtype}
+        run_facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
+        run_facts["command"] = run_facts["command"].replace(args.trl_python or "\0", "trl/bin/python")  # this machine's path says nothing
+        print(json.dumps(run_facts, indent=2))
         kind = ["sweep"] * args.sweep or ["ours"] * (not args.trl_python)
         kind += [word for word in (args.device, args.dtype) if word not in ("cpu", "float32")]
         output = Path(args.output or Path(__file__).with_name("-".join(["speed", *kind]) + ".json"))
         if not output.parent.is_dir():
             sys.exit(f"error: --output {output} is in no folder that exists")
         if args.sweep:
-            figures = facts | sweep(args, Path(folder))
+            figures = run_facts | sweep(args, Path(folder))
         else:  # workloads and algorithms that are not measured this time keep their figures
             figures = json.loads(output.read_text()) if output.exists() else {}
             for name, new in measure(args, Path(folder), them.get("has_ppo", False)).items():
-                figures[name] = (
-                    figures.get(name, {})
-                    | new
-                    | {algorithm: {"run": facts} | new[algorithm] for algorithm in args.algorithms if algorithm in new}
-                )
+                for algorithm in args.algorithms:
+                    if algorithm in new:
+                        new[algorithm]["run"] = run_facts
+                figures[name] = figures.get(name, {}) | new
     output.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nfigures: {output}")
     if importlib.util.find_spec("matplotlib") and not args.sweep and args.trl_python:

@@ -10,18 +10,24 @@ the seeds at each evaluation, trained-NAME.md the tables, trained-NAME.png the f
 import importlib.util
 import json
 import statistics
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from learning import TASKS, mean_and_spread, train_all  # no torch here: see learning.py
-from speed import git, machine
+from learning import TASKS, evaluations, mean_and_spread, train_all  # no torch here: see learning.py
+from speed import facts
 
 KL_COEFS = 1e-9, 0.03, 0.1  # 1e-9 pulls at nothing, but has the KL measured
 UPDATES = 1, 4, 16
-CENTRED = "--aggregation constant --minibatch-size None --lr 2e-4"  # with it, grpo.py's policy gradient is rloo.py's, up to its scale
+AS_RLOO = (
+    "--scale-rewards none --aggregation constant --minibatch-size None --lr 2e-4"  # grpo.py's policy gradient is then rloo.py's, scaled
+)
+VARIANTS = {  # for the updates per batch
+    "grpo": "grpo.py",
+    "grpo, no clip": "grpo.py --clip-low 1e9 --clip-high 1e9",
+    "gspo": "gspo.py",
+    "cispo": "cispo.py",
+}
 
 
 @dataclass
@@ -39,23 +45,16 @@ def overoptimization() -> dict[str, list[str]]:
     commands = {}
     for kl_coef in KL_COEFS:
         commands[f"reward {kl_coef:g}"] = f"rloo.py {common} --kl-coef {kl_coef:g}".split()
-        commands[f"loss {kl_coef:g}"] = f"grpo.py {common} --scale-rewards none {CENTRED} --kl-coef {kl_coef:g}".split()
+        commands[f"loss {kl_coef:g}"] = f"grpo.py {common} {AS_RLOO} --kl-coef {kl_coef:g}".split()
     return commands
 
 
 def updates() -> dict[str, list[str]]:
     """{name: command}: reviews, the same batch in whole for every update, one learning rate for all, no KL."""
     common = f"{TASKS['reviews']} --num-steps 24 --eval-every 3 --minibatch-size None --kl-coef 0 --lr 1e-4"
-    commands = {}
-    for number in UPDATES:
-        for name, flags in {
-            "grpo": "grpo.py",
-            "grpo, no clip": "grpo.py --clip-low 1e9 --clip-high 1e9",
-            "gspo": "gspo.py",
-            "cispo": "cispo.py",
-        }.items():
-            commands[f"{name} x {number}"] = f"{flags} {common} --num-epochs {number}".split()
-    return commands
+    return {
+        f"{name} x {number}": f"{script} {common} --num-epochs {number}".split() for number in UPDATES for name, script in VARIANTS.items()
+    }
 
 
 def groups() -> dict[str, list[str]]:
@@ -69,13 +68,8 @@ def groups() -> dict[str, list[str]]:
 
 
 def points_of(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl with an evaluation; step 0, before any batch, is on the reference and clips nothing."""
-    points, seconds = [], 0.0
-    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        seconds += sum(value for name, value in row.items() if name.startswith("time_"))
-        if "eval_reward" in row:
-            points.append({"kl": 0.0, "clip_fraction": 0.0, "no_signal_fraction": 0.0, "seconds": seconds} | row)
-    return points
+    """evaluations(), where step 0, before any batch, is on the reference and clips nothing."""
+    return [{"kl": 0.0, "clip_fraction": 0.0, "no_signal_fraction": 0.0} | row for row in evaluations(folder)]
 
 
 def averaged(points: list[list[dict]], name: str) -> list[float]:
@@ -142,7 +136,7 @@ def draw_overoptimization(figure, runs: dict[str, list[list[dict]]]) -> None:
 def draw_updates(figure, runs: dict[str, list[list[dict]]]) -> None:
     axes = figure.subplots(1, 3, sharey=True)
     for axis, number in zip(axes, UPDATES):
-        for name in dict.fromkeys(name.split(" x ")[0] for name in runs):
+        for name in VARIANTS:
             points = runs[f"{name} x {number}"]
             axis.plot(averaged(points, "step"), averaged(points, "eval_reward"), label=name)
         axis.set(title=f"{number} update{'s' * (number > 1)} per batch", xlabel="step")
@@ -168,8 +162,6 @@ CLAIMS = {
 
 
 def main(args: Args) -> None:
-    facts = {"command": " ".join(["python", *sys.argv]), "commit": git("describe", "--always", "--dirty", "--abbrev=12")}
-    facts |= {"date": time.strftime("%Y-%m-%d"), "machine": machine(args), "seeds": args.seeds}
     output = args.output_dir / "trained.json"
     results = json.loads(output.read_text()) if output.exists() else {}  # claims that are not checked this time keep theirs
     for claim in args.only:
@@ -183,10 +175,15 @@ def main(args: Args) -> None:
         folders = iter(args.output_dir / job[0] for job in jobs)
         runs = {name: [points_of(next(folders)) for _ in range(args.seeds)] for name in commands()}
         keys = "step", "seconds", "kl", "eval_reward", "eval_reward/gold_score", "clip_fraction", "no_signal_fraction"
-        results[claim] = facts | {
-            name: {"command": " ".join(["python", *commands()[name]])} | {key: averaged(points, key) for key in keys if key in points[0][0]}
-            for name, points in runs.items()
-        }
+        results[claim] = (
+            facts(args.device)
+            | {"seeds": args.seeds}
+            | {
+                name: {"command": " ".join(["python", *commands()[name]])}
+                | {key: averaged(points, key) for key in keys if key in points[0][0]}
+                for name, points in runs.items()
+            }
+        )
         output.write_text(json.dumps(results) + "\n")
         (args.output_dir / f"trained-{claim}.md").write_text("\n".join(table(runs)) + "\n")
         print("\n".join(["", *table(runs), ""]), flush=True)

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from test_scripts import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -75,6 +77,15 @@ def test_what_stops_a_run_is_shown(tmp_path, monkeypatch):
         assert "error: no such thing" in str(error)
     else:
         raise AssertionError("it went on")
+
+
+def test_a_folder_that_two_runs_wrote_into_is_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    twice = STUB.replace('"".join(json.dumps(row) + "\\n" for row in rows)', '2 * "".join(json.dumps(row) + "\\n" for row in rows)')
+    assert twice != STUB
+    (tmp_path / "rloo.py").write_text(twice)
+    with pytest.raises(RuntimeError, match="was written by two runs"):
+        learning.main(learning.Args(tasks=("addition",), scripts=("rloo",), seeds=1, lrs=(1e-4,), output_dir=tmp_path / "runs"))
 
 
 def test_steps_to_a_share_of_the_way():
