@@ -363,7 +363,7 @@ def in_step(model):
         raise
     finally:
         hook.remove()
-        with torch.no_grad():
+        with torch.no_grad(), autocast(model):
             while in_time and anyone(False):
                 model(torch.zeros(1, 1, dtype=torch.long, device=ranks["mesh"].device_type))
 
@@ -470,10 +470,11 @@ def load_tokenizer(path: str, chat_template: str | None = None, trust_remote_cod
 
 
 def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gradient_checkpointing: bool = False):
-    """Move to the device; float32 weights whatever the checkpoint's dtype; no dropout anywhere, so that the ratio of two passes is exact.
+    """Move to the device; float32 weights whatever the checkpoint's dtype, but for the matrices of a frozen model, which are in dtype;
+    no dropout anywhere, so that the ratio of two passes is exact.
 
     NOTE: transformers' own switch for gradient checkpointing (arXiv:1604.06174) only works in train mode, with dropout.
-    NOTE: with bfloat16 weights a step of 1e-6 is rounded away; dtype is the autocast dtype of the forward passes alone.
+    NOTE: with bfloat16 weights a step of 1e-6 is rounded away; for a model that is trained, dtype is that of autocast alone.
     """
     model.compute_dtype, model.recomputed = dtype, gradient_checkpointing
     if gradient_checkpointing:
@@ -482,6 +483,11 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gr
             raise InputError(f"--gradient-checkpointing: {type(model).__name__} has no layers that can be recomputed")
         for layer in layers:
             layer.forward = partial(checkpointed, layer.forward)
+    if not trainable and dtype != torch.float32:  # what never changes is cast once, not in every pass: the same numbers
+        embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and id(module.weight) not in embedded:
+                module.to(dtype)
     model = model if ranks else model.to(device)  # sharding moves it layer by layer
     return model.eval().requires_grad_(trainable)
 
@@ -592,7 +598,7 @@ def load_value_model(
     is_classifier = any("SequenceClassification" in kind for kind in kinds)
     say(f"value model: starts from {path}{'' if is_classifier else ', with a zero head'}")
     if is_classifier:
-        source = load_reward_model(path, device, dtype, trust_remote_code)
+        source = load_reward_model(path, device, torch.float32, trust_remote_code)  # to be trained
     else:
         source = pretrained(AutoModelForCausalLM, path, trust_remote_code)
     if source.get_input_embeddings().num_embeddings < pretrained(AutoConfig, model, trust_remote_code).get_text_config().vocab_size:

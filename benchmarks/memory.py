@@ -4,8 +4,8 @@
     python benchmarks/memory.py --table --gradient-checkpointing  # the README's table
     python benchmarks/memory.py --check                           # against measured peaks of runs on this machine's CPU; minutes
 
-Weights, gradients and Adam's two moments are float32, 16 bytes a trained parameter and 4 a frozen one, divided by the number of GPUs
-(--shard none: not divided). On top comes the larger of two peaks. Sampling: the whole weights, gathered (--no-gather-for-sampling: a
+Weights, gradients and Adam's two moments are float32, 16 bytes a trained parameter and 4 a frozen one (2 in a matrix, with bfloat16
+passes), divided by the number of GPUs (--shard none: not divided). On top comes the larger of two peaks. Sampling: the whole weights, gathered (--no-gather-for-sampling: a
 layer and the embeddings), the cache of this GPU's completions, and one row of logits for each. Updating: the gathered layer and
 embeddings with their gradients, what a microbatch's layers keep for the backward pass, and two copies of its logits. bfloat16 passes keep a
 bfloat16 copy of every matrix. Not counted: CUDA itself (about 0.5 GB), fragments, and the host's memory.
@@ -73,6 +73,11 @@ def parameters(s: Shape) -> int:
     return s.layers * (matrices(s) + 2 * s.hidden) + s.hidden + s.vocabulary * s.hidden * (1 if s.tied else 2)
 
 
+def frozen(s: Shape, dtype: str) -> int:
+    """Bytes of a model that is not trained; an output matrix that is the input embeddings, too, stays float32."""
+    return 4 * parameters(s) - (0 if dtype == "float32" else 2 * (s.layers * matrices(s) + (0 if s.tied else s.vocabulary * s.hidden)))
+
+
 def kept_per_token(s: Shape, dtype: str) -> int:
     """Bytes that one layer keeps of a token for its backward pass, as transformers writes a Llama or a Qwen.
 
@@ -92,8 +97,8 @@ def bytes_per_gpu(script: str, a: Args) -> dict[str, float]:
     parts = a.gpus if a.shard == "full" else 1
     kl = a.kl if a.kl is not None else script not in ("gspo", "cispo")
     found = {"weights": 4 * size / parts, "gradients": 4 * size / parts, "optimizer": 8 * size / parts}
-    found["reference"] = 4 * size / parts if kl else 0.0
-    found["reward model"] = 4 * size / parts if a.reward_model else 0.0
+    found["reference"] = frozen(s, a.dtype) / parts if kl else 0.0
+    found["reward model"] = frozen(s, a.dtype) / parts if a.reward_model else 0.0
     found["value model"] = 16 * size / parts if script == "ppo" else 0.0
 
     width = 4 if a.dtype == "float32" else 2

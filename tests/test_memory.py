@@ -36,6 +36,8 @@ def test_a_small_example_by_hand(monkeypatch):
     assert found["activations"] == 2 * 26 * 2 * 4 * (6 * 4 + 5 * 4 + 4 * 2 + 4 * 6)  # policy and value model
     assert found["logits"] == 26 * 7 / 12 * 10 * 8 and memory.bytes_per_gpu("grpo", a)["logits"] == 26 * 21 / 26 * 10 * 8
     assert found["peak"] == 10800 + max(found["sampling"], found["updating"])
+    low = replace(a, dtype="bfloat16", reward_model=True)
+    assert [memory.bytes_per_gpu("grpo", low)[name] for name in ("weights", "reference", "reward model")] == [1200, 720, 720]  # 240 of 300
     two = memory.bytes_per_gpu("gspo", replace(a, gpus=2))
     assert two["weights"] == 600 and two["reference"] == 0 and two["cache"] == found["cache"] / 2
     assert two["sampling"] == two["cache"] + 3 * 10 * 20 + 1200  # gathered

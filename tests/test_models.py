@@ -1,5 +1,6 @@
 """Families of models, tiny and random: what is sampled is what is trained, and every script runs on them from folder to folder."""
 
+import copy
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import common
 from common import Prompt
-from test_scripts import SCRIPTS, train
+from test_scripts import FEW, SCRIPTS, train
 
 CPU = torch.device("cpu")
 GROUPED = {"num_key_value_heads": 2, "intermediate_size": 64}
@@ -77,13 +78,26 @@ def test_log_probabilities_as_sampled_equal_the_scoring_pass(tokenizer, family):
         torch.testing.assert_close(scored[i, :n], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_model_holds_its_matrices_in_the_passes_dtype_and_gives_the_same_numbers(family):
+    trained, ids = random_model(family), torch.arange(3, 35).view(2, 16)
+    trained.compute_dtype = torch.bfloat16
+    frozen = common.prepare(copy.deepcopy(trained), CPU, torch.bfloat16, trainable=False)
+    with torch.no_grad(), common.autocast(trained):
+        assert torch.equal(trained(ids).logits, frozen(ids).logits)
+    halved = sum(p.numel() for p in frozen.parameters() if p.dtype == torch.bfloat16)
+    assert halved >= 2 * 2 * 32 * 32 * (family != "GPT2")  # queries and output of each layer at least; GPT2 calls its own Conv1D
+    assert {p.dtype for module in frozen.modules() for p in module.parameters(False) if not isinstance(module, torch.nn.Linear)} == {torch.float32}
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("family, name", [(family, list(SCRIPTS)[i % 6]) for i, family in enumerate(list(FAMILIES)[::2])])
 def test_a_family_goes_through_all_stages_and_comes_back_from_its_folder(tokenizer, family, name, tmp_path):
     """Every second family, for time. Two epochs at a temperature: the ratio starts at 1 whatever dropout the config has, and what is saved is what was trained."""
     random_model(family).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    options = {"model": str(tmp_path / "model"), "dataset": "tiny/addition.jsonl", "eval_dataset": str(tmp_path / "few.jsonl")}
+    options = {"model": str(tmp_path / "model"), "dataset": str(FEW / "addition.jsonl"), "eval_dataset": str(tmp_path / "few.jsonl")}
     (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "reward.py").write_text("def score(prompts, completions, rows):\n    return [len(c) % 3 for c in completions]\n")
     options |= {"reward_fn": (f"{tmp_path}/reward.py:score",), "num_prompts": 2, "group_size": 4, "max_new_tokens": 12, "kl_coef": 0.1}
