@@ -565,7 +565,17 @@ def load_reward_model(path: str, device: torch.device, dtype: torch.dtype, trust
         raise InputError(
             f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1"
         )
-    return prepare(model, device, dtype, trainable=False)
+    model = prepare(model, device, dtype, trainable=False)
+    for head in model.modules() if dtype != torch.float32 else []:
+        if isinstance(head, torch.nn.Linear) and head.out_features == 1:
+            head.float().forward = partial(float32_linear, head)
+    return model
+
+
+def float32_linear(head, x: torch.Tensor) -> torch.Tensor:
+    """A head outside autocast: bfloat16 has 8 bits, which make equal what is not."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x.float(), head.weight, head.bias)
 
 
 class ValueModel(torch.nn.Module):
@@ -1199,7 +1209,8 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
 def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | None) -> Callable:
     """A reward function that reads prompt + completion as text, with the reward model's own tokenizer (and chat template)."""
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        pad = model.config.pad_token_id
+        tokenizer.pad_token = tokenizer.eos_token if pad is None else tokenizer.convert_ids_to_tokens(pad)
     model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
     tokenizer.padding_side = "right"
 
@@ -1315,8 +1326,8 @@ def read_json(path: Path):
         raise InputError(f"{path} does not exist, so {path.parent} is not a run folder")
     try:
         return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} is not JSON, or no object: {error}") from None
 
 
 def read_rows(dataset: str) -> list[tuple[str, dict]]:

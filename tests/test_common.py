@@ -4,6 +4,7 @@ import json
 import math
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -339,15 +340,42 @@ def test_the_reward_model_scores_text_alike_alone_and_in_a_batch():
     assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 4
 
 
+def test_scores_of_a_reward_model_in_bfloat16_passes_are_not_rounded_to_8_bits():
+    (full,), (low,) = (common.load_rewards("tiny/reward", (), (), 0, None, CPU, dtype, 100) for dtype in (torch.float32, torch.bfloat16))
+    texts = [" Dull.", " A great and moving film with a superb cast.", " Good.", " It was long, flat and strange. I loved the cast."]
+    args = (["Review of the comedy Lost River:"] * 4, texts, [{"prompt": "Review of the comedy Lost River:"}] * 4)
+    scores = low.fn(*args)
+    assert scores == pytest.approx(full.fn(*args), abs=0.1)
+    assert all(score != torch.tensor(score).bfloat16().item() for score in scores)
+
+
+@torch.no_grad()
+def test_a_rank_that_is_done_joins_the_passes_of_a_bfloat16_model(monkeypatch):
+    """Its matrices are bfloat16, so its stand-in passes need autocast as the others' do."""
+    (reward,) = common.load_rewards("tiny/reward", (), (), 0, None, CPU, torch.bfloat16, 100)
+    busy = iter([1.0, 0.0])  # what this rank hears: one more pass of another, then none
+    monkeypatch.setattr(common, "num_ranks", lambda: 2)
+    monkeypatch.setattr(common, "summed", lambda x: torch.tensor(next(busy)))
+    monkeypatch.setattr(common, "ranks", {"mesh": SimpleNamespace(device_type="cpu"), "gather": True})
+    passes, forward = [], reward.model.forward
+    monkeypatch.setattr(reward.model, "forward", lambda *args: passes.append(forward(*args)))
+    with common.in_step(reward.model):
+        pass
+    assert len(passes) == 1
+
+
 def test_a_causal_model_is_refused_as_a_reward_model():
     with pytest.raises(InputError, match="--reward-model tiny/policy has no trained head"):
         common.load_rewards("tiny/policy", (), (), 0, None, CPU, torch.float32, 100)
 
 
-def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
+@pytest.mark.parametrize("pad", [None, 7])
+def test_a_reward_model_whose_tokenizer_has_no_pad_scores_batches(pad, tokenizer, tmp_path):
+    """With the pad id of its config, where it has one: then a text that ends in eos, as many templates do, is read to its end."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    shape = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape, num_labels=1, pad_token_id=pad)).eval()
+    model.save_pretrained(tmp_path / "reward")
     bare = common.load_tokenizer("tiny/policy")
     bare.pad_token = None
     bare.save_pretrained(tmp_path / "reward")
@@ -355,6 +383,12 @@ def test_a_reward_model_without_a_pad_id_scores_batches(tokenizer, tmp_path):
     rows = [{"prompt": "a"}] * 3
     together = reward.fn(["a"] * 3, ["b", "bcd", "bcdefg"], rows)
     assert together == pytest.approx([reward.fn(["a"], [c], rows[:1])[0] for c in ("b", "bcd", "bcdefg")], abs=1e-5)
+    if pad:
+        text = "ab" + tokenizer.eos_token
+        with torch.no_grad():
+            last = model.score(model.model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0, -1])
+        assert tokenizer(text).input_ids[-1] == tokenizer.eos_token_id
+        assert reward.fn(["a", "a"], ["b" + tokenizer.eos_token, "bcdefg"], rows[:2])[0] == pytest.approx(last.item(), abs=1e-5)
 
 
 # --- models and run folders ---
