@@ -186,7 +186,7 @@ def main(args: Args) -> None:
         batch["advantages"] = group_advantages(rewards, args.group_size, args.scale_rewards == "group")
         if args.scale_rewards == "batch":
             batch["advantages"] /= rewards.std() + 1e-4
-        if num_updates > 1:  # else the current log-probabilities are the old ones (sampling rounds otherwise)
+        if num_updates > 1:  # else the current log-probabilities are the old ones (those as sampled are rounded differently)
             batch["old_logprobs"] = no_grad_pass(partial(logprobs_of, policy, args.temperature), batch, args.microbatch_tokens)
         timer.lap("score")
 

@@ -655,7 +655,7 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 class InPlaceLayer(DynamicLayer):
     """A layer of a key-value cache with room for tokens to come: each is written there, where DynamicLayer copies all that came before."""
 
-    room = None  # keys and values with up to 64 columns to spare; self.keys and self.values are their first columns
+    room = None  # keys and values with up to 63 columns to spare; self.keys and self.values are their first columns
 
     def update(self, key_states, value_states, *args, **kwargs):
         key_states = key_states.to(value_states.dtype)  # autocast leaves rotated keys in float32, and attention would cast all of them
@@ -700,7 +700,7 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     device, (B, max_new_tokens) = uniform.device, uniform.shape
     new_ids = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(B, max_new_tokens, device=device)
-    length = torch.full((B,), max_new_tokens, device=device)
+    length = torch.zeros(B, dtype=torch.long, device=device)
     truncated = torch.ones(B, dtype=torch.bool, device=device)
 
     # left-padded prompts, with explicit positions: models with absolute positions need them
@@ -713,24 +713,24 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     logits = forward(inputs, attention_mask=attention, position_ids=positions).logits[:, -1]
     prompt_of_row = torch.arange(len(prompt_ids), device=device).repeat_interleave(B // len(prompt_ids))
     cache.reorder_cache(prompt_of_row)
-    logits, attention, positions = logits[prompt_of_row], attention[prompt_of_row], positions[prompt_of_row, -1:]
+    logits, positions = logits[prompt_of_row], positions[prompt_of_row, -1:]
+    attention = torch.nn.functional.pad(attention[prompt_of_row], (0, max_new_tokens), value=1)  # a column for each token to come
 
     rows = torch.arange(B, device=device)  # the rows still in the cache
     for t in range(max_new_tokens):
         ids, ids_logprobs = sample_tokens(logits, uniform[rows, t], temperature)
-        running = truncated[rows]  # no stop token so far; the others are carried along unread
-        new_ids[rows[running], t], logprobs[rows[running], t] = ids[running], ids_logprobs[running]
-        ended = rows[running & torch.isin(ids, stops)]
-        length[ended], truncated[ended] = t + 1, False
-        running = truncated[rows]
-        if t + 1 == max_new_tokens or not running.any():
+        running = truncated[rows]  # no stop token so far; the others are carried along and count for nothing
+        new_ids[rows, t], logprobs[rows, t] = ids * running, ids_logprobs.where(running, 0.0)
+        length[rows] += running
+        truncated[rows] = running = running & ~torch.isin(ids, stops)
+        left = int(running.sum())
+        if t + 1 == max_new_tokens or left == 0:
             break
-        if running.float().mean() <= 0.75:
+        if left <= 0.75 * len(rows):
             cache.reorder_cache(running.nonzero()[:, 0])
             rows, ids, attention, positions = rows[running], ids[running], attention[running], positions[running]
-        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
-        positions = positions + 1
-        logits = forward(ids[:, None], attention_mask=attention, position_ids=positions).logits[:, -1]
+        seen = attention[:, : t + 1 - max_new_tokens]
+        logits = forward(ids[:, None], attention_mask=seen, position_ids=positions + t + 1).logits[:, -1]
     return new_ids, logprobs, length, truncated
 
 
@@ -761,7 +761,7 @@ def generate(
         text = prompts[int(finite.logical_not().nonzero()[0, 0]) // group_size].text
         raise InputError(f"the log-probabilities of {key[1:]} are not finite for prompt {text!r}; try a lower --lr, or the model is broken")
     T = int(length.max())
-    lengths, cut = length.tolist(), truncated.tolist()
+    lengths, cut, ids = length.tolist(), truncated.tolist(), new_ids.tolist()
     shares = can_share_prompts(policy) and all(len(p.ids) > 1 for p in prompts)  # of a prompt of one token nothing is read before the rows
     return {
         "input_ids": pad_sequence(
@@ -773,9 +773,7 @@ def generate(
         "logprobs": logprobs[:, :T],
         "truncated": truncated,
         "prompts": [p for p in prompts for _ in range(group_size)],
-        "completions": tokenizer.batch_decode(
-            [new_ids[i, : n if cut[i] else n - 1].tolist() for i, n in enumerate(lengths)], skip_special_tokens=True
-        ),
+        "completions": tokenizer.batch_decode([ids[i][: n if cut[i] else n - 1] for i, n in enumerate(lengths)], skip_special_tokens=True),
     }
 
 
@@ -847,7 +845,7 @@ def microbatches(batch: dict, microbatch_tokens: int):
 
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     by_length, by_prompt = cut(lambda i: -length[i]), cut(lambda i: (-prompt_length[i], prompt[i], -completion_length[i]))
-    pieces = (by_length if by_length[0] <= by_prompt[0] else by_prompt)[1]
+    pieces = min(by_length, by_prompt, key=lambda found: found[0])[1]
     work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % num_ranks())
     for piece, counts in work[rank() :: num_ranks()]:
         rows = torch.tensor(piece, device=batch["mask"].device)
@@ -915,9 +913,11 @@ class LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, ids):
-        logsumexp = logits.logsumexp(-1)
-        probabilities = (logits - logsumexp[:, None]).exp_()
-        entropy = torch.special.entr(probabilities, out=probabilities).sum(-1)
+        top = logits.amax(-1)
+        terms = (logits - top[:, None]).exp_()
+        total = terms.sum(-1)
+        logsumexp = top + total.log()
+        entropy = logsumexp - terms.mul_(logits).nansum(-1) / total  # nan: 0 times the -inf of a token that can't come
         ctx.save_for_backward(logits, ids, logsumexp, entropy)
         ctx.set_materialize_grads(False)  # None for what is in no loss, usually the entropy
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
@@ -1214,20 +1214,23 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
     model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
     tokenizer.padding_side = "right"
 
-    def text_ids(prompt: str, completion: str, row: dict) -> list[int]:
+    def text_of(prompt: str, completion: str, row: dict) -> tuple[str, bool]:
+        """The text, and whether the tokenizer adds its special tokens; a template has its own."""
         messages = conversation(row["prompt"], system_prompt)
         if isinstance(messages, str):
-            return tokenizer(prompt + completion).input_ids
+            return prompt + completion, True
         if tokenizer.chat_template is None:
             raise InputError(
                 "prompts are messages, but the reward model's tokenizer has no chat template; give prompts as text or use --reward-fn"
             )
         messages = messages + [{"role": "assistant", "content": completion}]
-        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+        return tokenizer.apply_chat_template(messages, tokenize=False), False
 
     @torch.no_grad()
     def fn(prompts, completions, rows):
-        ids = [text_ids(*args) for args in zip(prompts, completions, rows)]
+        texts, kinds = zip(*map(text_of, prompts, completions, rows))
+        ids = {kind: tokenizer(list(texts), add_special_tokens=kind).input_ids for kind in set(kinds)}
+        ids = [ids[kind][i] for i, kind in enumerate(kinds)]
         if (longest := max(map(len, ids))) > getattr(model.config, "max_position_embeddings", math.inf):
             raise InputError(
                 f"a completion with its prompt has {longest} tokens, more than the reward model's positions; lower --max-new-tokens"
@@ -1298,11 +1301,9 @@ def score(reward_fns: list[Reward], batch: dict, step: int = 0) -> dict:
     groups = [i for i, prompt in enumerate(prompts) if i == 0 or prompt is not prompts[i - 1]] + [len(prompts)]
     mine = slice(groups[(part := share(len(groups) - 1)).start], groups[part.stop])  # rows of whole groups
     parts = everywhere(lambda: [scores_of(reward, prompts[mine], batch["completions"][mine], step) for reward in reward_fns])
-    each = {}
-    for reward, *values in zip(reward_fns, *parts):
-        each[f"reward/{reward.name}"] = reward.weight, torch.tensor(sum(values, []), device=batch["mask"].device)
-    total = {"rewards": sum(weight * values for weight, values in each.values())}
-    return total | {name: values for name, (_, values) in each.items()} if len(each) > 1 else total
+    each = {f"reward/{r.name}": torch.tensor(sum(values, []), device=batch["mask"].device) for r, *values in zip(reward_fns, *parts)}
+    total = sum(reward.weight * values for reward, values in zip(reward_fns, each.values()))
+    return {"rewards": total} | (each if len(each) > 1 else {})
 
 
 def normalize(rewards: torch.Tensor) -> torch.Tensor:

@@ -230,7 +230,7 @@ def main(args: Args) -> None:
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
             token_rewards = token_rewards - kl_coef * kl
-        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (sampling rounds otherwise)
+        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (those as sampled are rounded differently)
             batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch, args.microbatch_tokens)
         else:
             batch["values"] = no_grad_pass(value_model, batch, args.microbatch_tokens)
