@@ -6,3 +6,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import grpo  # noqa: E402, F401
+
+AT_START = set(sys.modules)  # before any test has imported what is optional

@@ -181,7 +181,7 @@ def main() -> None:
     data = ["--dataset", str(folder / "data.jsonl"), "--reward-fn", "exact_match"]
     for script, options in cases:
         words, alone = [*ALL.split(), *data, *options.split()], folder / "alone"
-        run(script, words, alone, 1)
+        began_alone = start(script, [*words, "--output-dir", str(alone)], alone, 1)  # beside the first of the others
         for size in sizes:
             runs = [(size, None), (size, 1 if size == 2 else 3), (1, size)]  # the second number of ranks resumes what the first began
             for first, then in runs[2:] if quick and script is ppo else runs[:1] if quick else runs:
@@ -192,6 +192,8 @@ def main() -> None:
                     run(script, words, other, first, "--num-steps", "2")
                     shutil.rmtree(other / "final")
                     run(script, words, other, then, "--num-steps", "3")
+                assert not any(os.waitpid(child, 0)[1] for child in began_alone), f"{script.__name__}.py {options} alone"
+                began_alone = []
                 weights, metrics = difference(alone, other, first, then, "--shard none" in options)
                 worst = max(worst, weights, metrics)
                 how = f"{first} ranks" + (f", resumed on {then}" if then else "")

@@ -11,6 +11,7 @@ from test_models import RAGGED, prompts_of, random_model
 from test_scripts import SCRIPTS, train
 
 EVERY = pytest.mark.parametrize("name", SCRIPTS)
+PLAIN = {}  # each script's first step as it is, with which most tests compare
 REWARD = "def score(prompts, completions, rows):\n    return [len(c) + 0.1 * len(p) + (c[:1] == '1') for p, c in zip(prompts, completions)]\n"
 
 
@@ -26,7 +27,9 @@ def first_step(tmp_path, monkeypatch):
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (tmp_path / "reward.py").write_text(REWARD)
 
-    def run(name, change=lambda batch: batch, **options):
+    def run(name, change=None, **options):
+        if (is_plain := change is None and not options) and name in PLAIN:
+            return PLAIN[name]
         gradients, generate = [], common.generate
 
         class Descent(torch.optim.SGD):
@@ -38,16 +41,19 @@ def first_step(tmp_path, monkeypatch):
 
         def changed(*args, key, **kwargs):
             batch = generate(*args, key=key, **kwargs)
-            return change(batch) if key[1] == "sample" else batch
+            return change(batch) if change and key[1] == "sample" else batch
 
+        for saving in ("save_checkpoint", "save_model"):  # nobody looks at what is saved
+            monkeypatch.setattr(SCRIPTS[name], saving, lambda *_: None)
         monkeypatch.setattr(SCRIPTS[name], "generate", changed)
         monkeypatch.setattr(torch.optim, "AdamW", Descent)
         given = {"num_prompts": 4, "group_size": 4, "num_steps": 1, "minibatch_size": None, "kl_coef": 0.1, "max_grad_norm": 1e9}
-        given |= {"dataset": str(tmp_path / "few.jsonl"), "eval_dataset": str(tmp_path / "few.jsonl"), "max_new_tokens": 8}
+        given |= {"dataset": str(tmp_path / "few.jsonl"), "max_new_tokens": 8}
         given["reward_fn"] = (f"{tmp_path}/reward.py:score",)
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         metrics = train(name, folder, **given | options)[1]
-        return gradients[0], {k: v for k, v in metrics.items() if not k.startswith(("time", "tokens_per", "eval"))}
+        found = gradients[0], {k: v for k, v in metrics.items() if not k.startswith(("time", "tokens_per"))}
+        return PLAIN.setdefault(name, found) if is_plain else found
 
     return run
 
@@ -78,9 +84,8 @@ def test_the_width_of_the_padding_and_what_it_holds(name, first_step):
 
 @EVERY
 def test_the_microbatch_budget(name, first_step):
-    whole = first_step(name, microbatch_tokens=100_000)
-    for budget in (1, 60):
-        same(whole, first_step(name, microbatch_tokens=budget))
+    """The whole batch is one piece of 2048 tokens; with a budget of 1 each row is one."""
+    same(first_step(name), first_step(name, microbatch_tokens=1))
 
 
 @EVERY
@@ -129,9 +134,8 @@ def test_who_shares_the_batch(tokenizer, family):
 
 
 @EVERY
-@pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_at_any_temperature_the_ratio_starts_at_one(name, temperature, first_step):
-    metrics = first_step(name, temperature=temperature, num_epochs=2, lr=0.0)[1]
+def test_at_another_temperature_the_ratio_starts_at_one(name, first_step):
+    metrics = first_step(name, temperature=0.5, num_epochs=2, lr=0.0)[1]
     assert metrics["sampler_gap"] < 1e-5 and metrics["kl"] == pytest.approx(0, abs=1e-5)
     assert metrics.get("ratio_mean", 1.0) == pytest.approx(1, abs=1e-5) and metrics.get("clip_fraction", 0.0) == 0
 

@@ -19,6 +19,7 @@ import pytest
 import common
 import grpo
 
+from conftest import AT_START
 from test_scripts import ROOT
 
 SAMPLE = {"prompt": "1+1=", "completion": "a|b\nc", "reward": 0.5}
@@ -234,6 +235,4 @@ def test_without_matplotlib_nothing_is_drawn(tmp_path, capsys, monkeypatch):
 
 def test_nothing_optional_is_imported_at_start_up():
     names = "matplotlib", "tensorboard", "wandb", "trackio", "peft", "datasets", "math_verify"
-    code = f"import sys, grpo; print([name for name in {names} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    assert not AT_START & set(names)

@@ -5,9 +5,11 @@ gradient it takes a step with. The naive loop below gets the sampled ids alone, 
 gradients and the same metrics. What stands under the mask is garbage, and the sampler's log-probabilities are a little off.
 """
 
+import copy
 import json
 import math
 import statistics
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +54,13 @@ class Values:
         return [self.head[0] @ hidden[len(prompt) + t - 1] for t in range(len(completion))]
 
 
-def load(path):
+@lru_cache
+def loaded(path):
     return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def load(path):
+    return copy.deepcopy(loaded(path))
 
 
 def mean(x):
@@ -220,7 +227,9 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
     monkeypatch.setattr(script, "generate", spoiled_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     monkeypatch.setattr(torch.optim, "AdamW", Descent)
-    given = {"output_dir": str(tmp_path / "run"), "dataset": str(tmp_path / "data.jsonl"), "eval_dataset": str(tmp_path / "data.jsonl")}
+    for saving in ("save_checkpoint", "save_model"):  # nobody looks at what is saved
+        monkeypatch.setattr(script, saving, lambda *_: None)
+    given = {"output_dir": str(tmp_path / "run"), "dataset": str(tmp_path / "data.jsonl")}
     given |= {"reward_fn": (f"{tmp_path}/reward.py:score",), "num_steps": 2, "num_prompts": 4, "group_size": 3, "max_new_tokens": 6}
     given |= {"minibatch_size": 7, "lr": 0.02, "warmup_steps": 2, "max_grad_norm": 1e9, "eval_every": 0, "microbatch_tokens": 40}
     if name == "ppo":
@@ -250,9 +259,9 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
         texts = [tokenizer.decode(c, skip_special_tokens=True) for c in batch.completions]
         batch.scores = score["score"](None, texts, [p.row for p in sampled["prompts"]])
         if args.reward_model:
-            judge = AutoModelForSequenceClassification.from_pretrained(args.reward_model)
+            judge, reader = AutoModelForSequenceClassification.from_pretrained(args.reward_model), AutoTokenizer.from_pretrained(args.reward_model)
             texts = [p.text + text for p, text in zip(sampled["prompts"], texts)]
-            judged = [judge(**AutoTokenizer.from_pretrained(args.reward_model)(x, return_tensors="pt")).logits.item() for x in texts]
+            judged = [judge(**reader(x, return_tensors="pt")).logits.item() for x in texts]
             batch.scores = [a + b for a, b in zip(batch.scores, judged)]
         pairs = list(zip(batch.prompts, batch.completions))
         with torch.no_grad():

@@ -13,7 +13,7 @@ import gspo
 import ppo
 import reinforce
 import rloo
-from test_scripts import README, SCRIPTS
+from test_scripts import README, ROOT, SCRIPTS
 
 MASK = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.float64)
 RATIO = torch.tensor([[1.1, 1.5, 0.9], [1.25, 1, 1], [0.7, 1.0, 1]], dtype=torch.float64)
@@ -54,6 +54,12 @@ def example(script):
     pull = -torch.autograd.grad(loss, logprobs)[0]
     each = advantages if script is ppo or advantages.dim() == 1 else advantages[:, 0]
     return f"{numbers(each)} | {loss.item():.3f} | {numbers(pull)} |"
+
+
+def test_every_test_that_is_named_exists():
+    named = re.findall(r"`(\w+)::(test_\w+)", (ROOT / "tests/README.md").read_text())
+    missing = [(file, test) for file, test in named if f"def {test}(" not in (ROOT / f"tests/test_{file}.py").read_text()]
+    assert len(named) > 80 and not missing, missing
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

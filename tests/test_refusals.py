@@ -48,7 +48,7 @@ def bad(tmp_path_factory):
         "bare.jinja": "{{ messages[0].nothing.more }}", "open.jinja": "{% for m in",
         "adapter/adapter_config.json": '{"r": 8}',
         "run/args.json": '{"script": "grpo"}', "torn/args.json": '{"script": "gr', "list/args.json": "[]", "other/args.json": '{"script": "rloo"}',
-        "noscript/args.json": "{}", "weights/args.json": '{"script": "grpo"}', "weights/metrics.jsonl": "", "weights/checkpoint-3/config.json": "{}",
+        "noscript/args.json": "{}", "three/args.json": "3", "weights/args.json": '{"script": "grpo"}', "weights/metrics.jsonl": "", "weights/checkpoint-3/config.json": "{}",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -147,7 +147,7 @@ THINGS = [  # BAD is the folder above
     ("--track wandb", "pip install wandb"),
     ("--resume BAD/nothere", "nothere is not a run folder"), ("--resume BAD/nothing", "nothing is not a run folder"),
     ("--resume BAD/run", "run holds no complete checkpoint"), ("--resume BAD/weights", "weights holds no complete checkpoint"),
-    ("--resume BAD/torn", "args.json is not JSON"), ("--resume BAD/list", "list is a run of None.py"), ("--resume BAD/noscript", "noscript is a run of"),
+    ("--resume BAD/torn", "args.json is not JSON"), ("--resume BAD/list", "list is a run of None.py"), ("--resume BAD/noscript", "noscript is a run of"), ("--resume BAD/three", "args.json is not JSON, or no object"),
     ("--resume BAD/other", "other is a run of rloo.py"),
 ]  # fmt: skip
 
@@ -178,6 +178,8 @@ def test_what_cannot_work_ends_in_one_sentence(flags, sentence, bad, tmp_path, m
         words += ["--num-steps", "2"] * ("--num-steps" not in words) + ["--output-dir", str(tmp_path / "run")]
     if "--dataset" not in words:
         words += ["--dataset", str(bad / "ok.jsonl")]
+    if "--resume" not in words:  # nothing is loaded but what is refused
+        words += ["--kl-coef", "0"] * ("--kl-coef" not in words) + ["--reward-fn", "exact_match"] * ("--reward" not in flags)
     code, text = refused(words, capsys)
     assert code == 1 and text.startswith("error: ") and sentence in text, text
     assert text.count("\n") == 0 and "Traceback" not in text

@@ -26,7 +26,7 @@ import rloo
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {m.__name__: m for m in (reinforce, rloo, ppo, grpo, gspo, cispo)}
 FEW = Path(tempfile.mkdtemp())  # the embedded tasks, cut short: NAME.jsonl and NAME-eval.jsonl
-for file, rows in (("addition", 200), ("addition-eval", 8), ("reviews", 100), ("reviews-eval", 8)):
+for file, rows in (("addition", 64), ("addition-eval", 8), ("reviews", 64), ("reviews-eval", 8)):
     (FEW / f"{file}.jsonl").write_text("".join((ROOT / f"tiny/{file}.jsonl").read_text().splitlines(True)[:rows]))
 ADDITION = {"dataset": str(FEW / "addition.jsonl"), "reward_fn": ("exact_match",), "max_new_tokens": 8}
 SMALL = {"dataset": str(FEW / "reviews.jsonl"), "num_steps": 3, "num_prompts": 4, "group_size": 4, "minibatch_size": 8,
@@ -61,29 +61,33 @@ def weights_of(folder):
 # --- learning, through the command line ---
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo", "cispo"])  # the other three on reviews, below
-def test_addition_from_the_command_line_is_learnt(name, tmp_path):
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo"])  # the other three on reviews, below
+def test_addition_from_the_command_line_is_learnt(name, tmp_path, capsys):
     command = f"{name}.py --dataset tiny/addition.jsonl --eval-dataset tiny/addition-eval.jsonl --reward-fn exact_match"
-    command = [sys.executable, *shlex.split(command), "--num-steps", "32", "--eval-every", "0", "--output-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
+    words = [*shlex.split(command), "--num-steps", "20", "--eval-every", "0", "--output-dir", str(tmp_path / "run")]
+    if name == "reinforce":  # a process of its own, as a user starts it
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        assert done.returncode == 0, done.stderr
+    else:
+        run_command(words)
+    out = done.stdout if name == "reinforce" else capsys.readouterr().out
     rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(33))
+    assert [row["step"] for row in rows] == list(range(21))
     assert 0.25 < rows[0]["eval_reward"] < 0.5 and rows[-1]["eval_reward"] > 0.75, (rows[0], rows[-1])
     assert KEYS <= rows[1].keys()
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    for words in ("device: cpu", "completions", "temperature 1.0", "step 32/32", "before", "run folder: "):
-        assert words in done.stdout, done.stdout
+    for words in ("device: cpu", "completions", "temperature 1.0", "step 20/20", "before", "run folder: "):
+        assert words in out, out
     folder = tmp_path / "run" / "final"  # an ordinary model folder
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = model.generate(**tokenizer("21+34=", return_tensors="pt"), do_sample=False, max_new_tokens=8)
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "21+34=55"
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
     rewards = {"reward_model": "tiny/reward", "reward_fn": ("tiny/make.py:gold_score",), "reward_weights": (1.0, 0.0)}
-    rows = train(name, tmp_path / "run", num_steps=15, eval_every=0, lr=4e-4, warmup_steps=2, **rewards)
+    rows = train(name, tmp_path / "run", num_steps=10, eval_every=0, lr=4e-4, warmup_steps=2, **rewards)
     first, last = rows[0], rows[-1]
     assert last["eval_reward"] > first["eval_reward"] + 0.4, (first, last)
     assert last["eval_reward/gold_score"] > first["eval_reward/gold_score"] + 0.3, (first, last)
@@ -96,51 +100,40 @@ def test_the_learned_reward_rises_on_reviews_and_gold_with_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_repeats_and_resumes_bit_for_bit(name, tmp_path):
-    """Addition with 20 prompts, so that the epochs turn over; 5 steps in one go, again, and 3 then 2 more."""
-    data = tmp_path / "twenty.jsonl"
-    data.write_text("".join(ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines(True)[:20]))
-    options = SMALL | ADDITION | {"dataset": str(data), "num_epochs": 2 if name in ("ppo", "grpo") else 1, "kl_coef": 0.05}
+def test_a_run_repeats_and_resumes_bit_for_bit_whatever_is_evaluated_and_saved(name, tmp_path):
+    """Addition with 10 prompts, so that the epochs turn over; 4 steps in one go, and 2 then 2 more, each evaluated and saved."""
+    data = tmp_path / "ten.jsonl"
+    data.write_text("".join(ROOT.joinpath("tiny/addition.jsonl").read_text().splitlines(True)[:10]))
+    options = SMALL | ADDITION | {"dataset": str(data), "eval_dataset": str(FEW / "addition-eval.jsonl"), "eval_every": 100}
+    options |= {"num_epochs": 2 if name in ("ppo", "grpo") else 1, "kl_coef": 0.05}
     if name in ("reinforce", "rloo"):
         options["minibatch_size"] = None
-    whole = train(name, tmp_path / "whole", **options | {"num_steps": 5})
-    again = train(name, tmp_path / "again", **options | {"num_steps": 5})
-    other = train(name, tmp_path / "other", **options | {"num_steps": 1, "seed": 1})
-    assert without_times(whole) == without_times(again) != without_times(other)
-    train(name, tmp_path / "parts", **options)
-    command = [f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "5"]
-    run_command(command)
+    whole = train(name, tmp_path / "whole", **options | {"num_steps": 4})
+    train(name, tmp_path / "parts", **options | {"num_steps": 2, "eval_every": 1, "save_every": 1, "keep": 0})
+    run_command([f"{name}.py", "--resume", str(tmp_path / "parts"), "--num-steps", "4"])
+    strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval")} for row in without_times(rows)]  # noqa: E731
     parts = metrics_of(tmp_path / "parts")
-    assert without_times(row for row in parts if row["step"] != 3) == without_times(row for row in whole if row["step"] != 3)
-    assert [row["step"] for row in parts] == [0, 1, 2, 3, 4, 5]
+    assert strip(parts) == strip(whole) and [row["step"] for row in parts] == [0, 1, 2, 3, 4]
+    assert [p.name for p in common.checkpoints(tmp_path / "parts")] == [f"checkpoint-{n}" for n in (1, 2, 3, 4)]
     a, b = weights_of(tmp_path / "whole" / "final"), weights_of(tmp_path / "parts" / "final")
     assert all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_evaluation_and_saving_leave_training_alone(name, tmp_path):
-    options = SMALL | ADDITION
-    often = train(name, tmp_path / "often", **options | {"eval_every": 1, "save_every": 1, "keep": 0})
-    never = train(name, tmp_path / "never", **options | {"eval_every": 100})
-    strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval")} for row in without_times(rows)]  # noqa: E731
-    assert strip(often) == strip(never)
-    assert sorted(p.name for p in (tmp_path / "often").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    other = train(name, tmp_path / "other", **options | {"num_steps": 1, "seed": 1})
+    assert strip(other)[1] != strip(whole)[1]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_at_learning_rate_0_nothing_moves(name, tmp_path):
-    rows = train(name, tmp_path / "run", **SMALL | ADDITION | {"lr": 0.0, "temperature": 1.5, "num_epochs": 2})
+    rows = train(name, tmp_path / "run", **SMALL | ADDITION | {"lr": 0.0, "temperature": 1.5, "num_epochs": 2, "num_steps": 1})
     before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / "run" / "final")
     assert all(torch.equal(before[k].float(), after[k]) for k in before)
     for row in rows[1:]:
-        assert row.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-4)
+        assert row["sampler_gap"] < 1e-5 and row.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-4)
         assert row.get("clip_fraction", 0.0) == 0.0 and row.get("kl", 0.0) == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo", "grpo"])  # once in the reward, per token in the reward, in the loss
-def test_a_strong_kl_penalty_holds_the_policy_near_the_reference(name, tmp_path):
+def test_a_strong_kl_penalty_holds_the_policy_near_the_reference(tmp_path):
     options = SMALL | ADDITION | {"num_steps": 15, "eval_every": 0, "lr": 2e-4, "num_prompts": 16, "minibatch_size": 64}
-    runs = (train(name, tmp_path / str(coef), **options | {"kl_coef": coef}) for coef in (1e-9, 5.0))
+    runs = (train("grpo", tmp_path / str(coef), **options | {"kl_coef": coef}) for coef in (1e-9, 5.0))
     loose, held = (sum(row["kl"] for row in rows[-5:]) for rows in runs)
     assert held < 0.5 * loose, (held, loose)
 
@@ -153,6 +146,7 @@ def test_a_strong_kl_penalty_holds_the_policy_near_the_reference(name, tmp_path)
     ("rloo", {"lr_schedule": "linear", "warmup_steps": 0, "dtype": "bfloat16"}),
     ("ppo", {"value_model": "tiny/policy", "minibatch_size": None}),
     ("ppo", {"shared_backbone": True, "minibatch_size": None, "kl_coef": 0.0}),
+    ("ppo", {"dtype": "bfloat16"}),
     ("grpo", {"clip_high": 0.28, "aggregation": "token", "kl_coef": 0.0, "dynamic_sampling": 3, "overlong_buffer": 4, "mask_truncated": True}),
     ("gspo", {"kl_coef": 0.1, "dtype": "bfloat16", "is_correction_cap": 2.0}),
 ])  # fmt: skip
@@ -246,13 +240,6 @@ def test_what_cannot_work_is_refused_in_one_sentence(command, message, tmp_path,
     assert not list(tmp_path.iterdir())  # nothing was written
 
 
-def test_no_weights_that_are_not_finite_are_saved(tmp_path):
-    options = SMALL | ADDITION | {"lr": 1e38, "warmup_steps": 0, "num_steps": 1, "minibatch_size": None}
-    with pytest.raises(common.InputError, match="not finite"):
-        train("grpo", tmp_path / "run", **options)
-    assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
-
-
 def test_a_run_is_resumed_by_its_own_script_also_after_a_torn_line(tmp_path):
     options = SMALL | ADDITION | {"num_steps": 1}
     train("grpo", tmp_path / "run", **options)
@@ -269,29 +256,6 @@ def test_several_updates_without_a_ratio_still_run(tmp_path):
     """The gap between sampling and training is measured before the policy moves, however far it moves then."""
     rows = train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_epochs": 10, "lr": 1e-2, "warmup_steps": 0})
     assert all(row["sampler_gap"] < 1e-4 for row in rows[1:])
-
-
-def test_held_out_scores_do_not_depend_on_the_batch_size(tmp_path):
-    options = SMALL | ADDITION | {"num_steps": 1}
-    scores = [train("grpo", tmp_path / str(n), **options | {"num_prompts": n})[0]["eval_reward"] for n in (4, 30)]
-    assert scores[0] == scores[1]
-
-
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
-    train("rloo", tmp_path / "run", **SMALL | ADDITION | {"num_steps": 1})
-    with pytest.raises(SystemExit, match="already holds a run"):
-        run_command(["rloo.py", "--output-dir", str(tmp_path / "run")])
-
-
-def test_equal_rewards_leave_the_weights_alone(tmp_path):
-    """Everything scores 1: no advantage, no gradient, the same weights. (PPO's value model has to learn the 1 first.)"""
-    (tmp_path / "ones.py").write_text("def score(prompts, completions, rows):\n    return [1.0] * len(prompts)\n")
-    for name in ("reinforce", "rloo", "grpo", "gspo", "cispo"):
-        options = SMALL | ADDITION | {"reward_fn": (f"{tmp_path}/ones.py:score",), "kl_coef": 0.0}
-        rows = train(name, tmp_path / name, **options)
-        assert [row["grad_norm"] for row in rows[1:]] == [0, 0, 0] and rows[1]["no_signal_fraction"] == 1.0
-        before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / name / "final")
-        assert all(torch.equal(before[k].float(), after[k]) for k in before)
 
 
 def test_ppo_starts_its_value_model_from_the_reward_model_or_at_zero(tmp_path, capsys):
@@ -337,5 +301,7 @@ def test_a_command_of_the_readme_runs(command, tmp_path, monkeypatch):
         (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         words[words.index("--model") + 1] = "tiny/policy"
         words += ["--chat-template", "chat.jinja"]
+    words += ["--max-new-tokens", "8"] * ("--max-new-tokens" not in words)
+    words += ["--eval-dataset", str(FEW / "reviews-eval.jsonl")] * ("--dataset" not in words)
     run_command([*words, "--num-steps", "1", "--output-dir", str(tmp_path / "run")])
     assert (tmp_path / "run" / "final" / "config.json").exists()
