@@ -5,6 +5,7 @@
     python benchmarks/speed.py --trl-python trl/bin/python       # both, in turn; CPU: an hour
     python benchmarks/speed.py --only W1 W3 --trl-python trl/bin/python  # minutes
     python benchmarks/speed.py --sweep                           # growth, memory over 200 steps, start-up; ours alone
+    python benchmarks/speed.py --profile                         # where the time of a step goes; ours alone
 
 One RL step is one rollout and one optimizer step over all its rows. Both sides get the same model folder (random weights), prompts,
 lengths, reward and learning rate, nothing is cut from the distribution, and each measurement is a process of its own; the sides take
@@ -32,6 +33,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import statistics
@@ -58,7 +60,8 @@ class Args:
     device: str = "cpu"  # cpu, cuda
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; weights are float32
     sweep: bool = False  # growth, memory over 200 steps and start-up time instead of workloads
-    output: str | None = None  # JSON; None: speed.json beside this file, or speed-ours.json, speed-sweep.json, speed-cuda.json, ...
+    profile: bool = False  # shares of a step's time by kind of operation, under torch's profiler, instead of workloads
+    output: str | None = None  # JSON; None: speed.json beside this file, or speed-ours.json, speed-sweep.json, speed-profile.json, ...
 
 
 @dataclass
@@ -163,6 +166,39 @@ def ours(job: dict) -> dict:
     laps = [{name: row[f"time_{name}"] for name in ("generate", "score", "update")} for row in rows]
     B = job["num_prompts"] * job["group_size"]
     return result | measured(job, marks, laps, [row["completion_length"] * B for row in rows])
+
+
+def profiled(job: dict) -> dict:
+    """The last step of ours under torch's profiler: seconds by kind of operation, of the rollout and of what comes after it."""
+    from torch.profiler import profile
+
+    sys.path.insert(0, str(ROOT))
+    script, running, spans = importlib.import_module(job["algorithm"]), [], []
+
+    def switch(_) -> None:
+        if running:
+            (profiler, start), now = running.pop(), time.perf_counter()
+            profiler.stop()
+            spans.append(by_kind(profiler.key_averages(), now - start))
+        (profiler := profile()).start()
+        running.append((profiler, time.perf_counter()))
+
+    script.generate, script.summarize = noted(script.generate, switch), noted(script.summarize, switch)
+    ours(job)
+    return dict(zip(("generate", "update"), spans[-3:-1]))  # the last of all is the final evaluation
+
+
+def by_kind(operations, seconds: float) -> dict:
+    """Share of the seconds, by kind; what the operations leave is the interpreter's, and the profiler's own."""
+    found = dict.fromkeys(("matrix products", "attention", "other operations"), 0.0)
+    for operation in operations:
+        kind = "matrix products" if re.fullmatch("aten::(add|b|baddb)?mm", operation.key) else "other operations"
+        found["attention" if "attention" in operation.key else kind] += operation.self_cpu_time_total / 1e6 / seconds
+    return found | {
+        "between them": 1 - sum(found.values()),
+        "operations": sum(operation.count for operation in operations if operation.key.startswith("aten::")),
+        "seconds": seconds,
+    }
 
 
 def noted(fn: Callable, note: Callable) -> Callable:
@@ -433,6 +469,22 @@ def compare(results: dict, figures: dict) -> dict:
     return {"speed": [speed, min(by_round), max(by_round)], "memory": figures["ours"]["peak_mib"] / figures["trl"]["peak_mib"]}
 
 
+def profiles(args: Args, folder: Path) -> dict:
+    """Shares of the time of ours, by kind of operation. The profiler slows small operations most."""
+    figures = {}
+    print(f"\n{'':<20}{'matrix products':>17}{'attention':>11}{'other operations':>18}{'between them':>14}{'operations':>12}{'seconds':>9}")
+    for name, algorithm in itertools.product(args.only, args.algorithms):
+        if not (folder / name).exists():
+            (folder / name).mkdir()
+            run(make, sys.executable, job_of(WORKLOADS[name], str(folder / name), args))
+        job = job_of(WORKLOADS[name], str(folder / name), args, algorithm, warmup=1, steps=1)
+        figures.setdefault(name, {})[algorithm] = laps = run(profiled, sys.executable, job)
+        for lap, f in laps.items():
+            shares = f"{f['matrix products']:>17.0%}{f['attention']:>11.0%}{f['other operations']:>18.0%}{f['between them']:>14.0%}"
+            print(f"{name + ' ' + algorithm + ' ' + lap:<20}{shares}{f['operations']:>12,}{f['seconds']:>9.2f}", flush=True)
+    return figures
+
+
 def sweep(args: Args, folder: Path) -> dict:
     """How time and memory of grpo.py grow, from W1: one thing changes at a time. A slope of 1 is proportional."""
     base, sweeps, figures = WORKLOADS["W1"], {}, {}
@@ -525,20 +577,21 @@ def main(args: Args) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each row as it comes
     with tempfile.TemporaryDirectory() as folder:
         us = run(versions, sys.executable, {"folder": folder})
-        them = run(versions, args.trl_python, {"folder": folder}) if args.trl_python and not args.sweep else {}
+        alone = args.sweep or args.profile
+        them = run(versions, args.trl_python, {"folder": folder}) if args.trl_python and not alone else {}
         if them and "ppo" in args.algorithms and not them["has_ppo"]:
             print(f"TRL {them['versions']['trl']} ships no PPOTrainer (1.12.0 was the last that did), so only our PPO is measured")
         run_facts = facts(args.device) | {"threads": us["threads"], "dtype": args.dtype}
         run_facts |= {"versions": us["versions"], "trl_versions": them.get("versions")}
         run_facts["command"] = run_facts["command"].replace(args.trl_python or "\0", "trl/bin/python")  # this machine's path says nothing
         print(json.dumps(run_facts, indent=2))
-        kind = ["sweep"] * args.sweep or ["ours"] * (not args.trl_python)
+        kind = ["sweep"] * args.sweep or ["profile"] * args.profile or ["ours"] * (not args.trl_python)
         kind += [word for word in (args.device, args.dtype) if word not in ("cpu", "float32")]
         output = Path(args.output or Path(__file__).with_name("-".join(["speed", *kind]) + ".json"))
         if not output.parent.is_dir():
             sys.exit(f"error: --output {output} is in no folder that exists")
-        if args.sweep:
-            figures = run_facts | sweep(args, Path(folder))
+        if alone:
+            figures = run_facts | (sweep if args.sweep else profiles)(args, Path(folder))
         else:  # workloads and algorithms that are not measured this time keep their figures
             figures = json.loads(output.read_text()) if output.exists() else {}
             for name, new in measure(args, Path(folder), them.get("has_ppo", False)).items():
@@ -548,7 +601,7 @@ def main(args: Args) -> None:
                 figures[name] = figures.get(name, {}) | new
     output.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nfigures: {output}")
-    if importlib.util.find_spec("matplotlib") and not args.sweep and args.trl_python:
+    if importlib.util.find_spec("matplotlib") and not alone and args.trl_python:
         draw(figures, output.with_suffix(".png"))
 
 
