@@ -185,6 +185,7 @@ def profiled(job: dict) -> dict:
 
     script.generate, script.summarize = noted(script.generate, switch), noted(script.summarize, switch)
     ours(job)
+    running.pop()[0].stop()
     return dict(zip(("generate", "update"), spans[-3:-1]))  # the last of all is the final evaluation
 
 
