@@ -1476,7 +1476,16 @@ def evaluate(
 def best_so_far(folder: Path) -> dict:
     """Step and eval_reward of best/, which may be of a later step than the checkpoint that a run was resumed from."""
     path = folder / "best" / "state.pt"
-    return torch.load(path, weights_only=True) if path.exists() else {"step": 0, "eval_reward": -math.inf}
+    return read_state(path) if path.exists() else {"step": 0, "eval_reward": -math.inf}
+
+
+def read_state(path: Path) -> dict:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch's own message would have it unpickled
+        raise InputError(f"{path} is damaged, or not of a run; move {path.parent.name}/ away") from error
 
 
 def keep_best(folder: Path, policy, tokenizer, state: dict, step: int, eval_metrics: dict) -> None:
@@ -1573,10 +1582,7 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
         return anew
     if not found:
         raise InputError(f"--resume {run_folder} holds no complete checkpoint (checkpoint-STEP/state.pt)")
-    try:
-        return str(found[-1]), torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise InputError(f"{found[-1]}/state.pt can't be read ({str(error).splitlines()[0]}); move that checkpoint away") from error
+    return str(found[-1]), read_state(found[-1] / "state.pt")
 
 
 def put_back(run_folder: Path) -> None:

@@ -338,6 +338,9 @@ def test_the_best_policy_is_kept(tmp_path, monkeypatch, capsys):
     run_command(["grpo.py", "--resume", str(tmp_path / "rises"), "--lr", "1e-4"])
     again = weights_of(tmp_path / "rises" / "best")
     assert all(torch.equal(best[k], again[k]) for k in best) and "best/ of step 2" in capsys.readouterr().out
+    (tmp_path / "rises" / "best" / "state.pt").write_text("")
+    with pytest.raises(SystemExit, match="best/state.pt is damaged, or not of a run; move best/ away"):
+        run_command(["grpo.py", "--resume", str(tmp_path / "rises")])
 
 
 # --- what a reward function may do ---
