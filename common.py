@@ -693,7 +693,8 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
 
 
 def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Tensor, stops: torch.Tensor, temperature: float):
-    """One completion per row of uniform (B, max_new_tokens): ids, log-probabilities (both 0 after the end), lengths, and whether cut.
+    """One completion per row of uniform (B, max_new_tokens): ids, log-probabilities, lengths, and whether cut. After its end a row has log-
+    probabilities of 0, and any ids.
 
     Each prompt is read once; its cache is then repeated for the group. Finished rows leave once they are a quarter.
     """
@@ -720,7 +721,7 @@ def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Te
     for t in range(max_new_tokens):
         ids, ids_logprobs = sample_tokens(logits, uniform[rows, t], temperature)
         running = truncated[rows]  # no stop token so far; the others are carried along and count for nothing
-        new_ids[rows, t], logprobs[rows, t] = ids * running, ids_logprobs.where(running, 0.0)
+        new_ids[rows, t], logprobs[rows, t] = ids, ids_logprobs.where(running, 0.0)
         length[rows] += running
         truncated[rows] = running = running & ~torch.isin(ids, stops)
         left = int(running.sum())

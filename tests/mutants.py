@@ -68,7 +68,6 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "        length[rows] += running\n        truncated[rows] = running = running & ~torch.isin(ids, stops)\n",
      "        truncated[rows] = running = running & ~torch.isin(ids, stops)\n        length[rows] += running\n"),
     ("common.py", "ids_logprobs.where(running, 0.0)", "ids_logprobs"),
-    ("common.py", "= ids * running, ", "= ids, "),
     ("common.py", "sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])})", "[tokenizer.eos_token_id]"),
     ("common.py", "sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [] if ids is None else [ids])})", "ids if isinstance(ids, list) else [ids]"),
     ("common.py", '        "truncated": truncated,', '        "truncated": length == max_new_tokens,'),
