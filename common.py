@@ -486,7 +486,7 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gr
     if not trainable and dtype != torch.float32:  # what never changes is cast once, not in every pass: the same numbers
         embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and id(module.weight) not in embedded:
+            if isinstance(module, torch.nn.Linear) and id(module.weight) not in embedded and module.out_features > 1:
                 module.to(dtype)
     model = model if ranks else model.to(device)  # sharding moves it layer by layer
     return model.eval().requires_grad_(trainable)
@@ -565,11 +565,10 @@ def load_reward_model(path: str, device: torch.device, dtype: torch.dtype, trust
         raise InputError(
             f"--reward-model {path} has no trained head with one label; it must be a sequence-classification model with num_labels 1"
         )
-    model = prepare(model, device, dtype, trainable=False)
-    for head in model.modules() if dtype != torch.float32 else []:
+    for head in set(model.modules()) - set(model.base_model.modules()):
         if isinstance(head, torch.nn.Linear) and head.out_features == 1:
-            head.float().forward = partial(float32_linear, head)
-    return model
+            head.forward = partial(float32_linear, head)
+    return prepare(model, device, dtype, trainable=False)
 
 
 def float32_linear(head, x: torch.Tensor) -> torch.Tensor:
@@ -914,11 +913,14 @@ class LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, ids):
-        top = logits.amax(-1)
-        terms = (logits - top[:, None]).exp_()
-        total = terms.sum(-1)
-        logsumexp = top + total.log()
-        entropy = logsumexp - terms.mul_(logits).nansum(-1) / total  # nan: 0 times the -inf of a token that can't come
+        found = []
+        for rows in logits.split(max(1, 2**22 // logits.shape[-1])):  # 16 MB at a time: no second copy of the logits
+            top = rows.amax(-1)
+            terms = (shifted := rows - top[:, None]).exp()
+            total = terms.sum(-1)
+            expected = terms.mul_(shifted).nansum(-1) / total  # nan: 0 times the -inf of a token that can't come
+            found.append((top + total.log(), total.log() - expected))
+        logsumexp, entropy = map(torch.cat, zip(*found))
         ctx.save_for_backward(logits, ids, logsumexp, entropy)
         ctx.set_materialize_grads(False)  # None for what is in no loss, usually the entropy
         return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
@@ -1210,8 +1212,9 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
 def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | None) -> Callable:
     """A reward function that reads prompt + completion as text, with the reward model's own tokenizer (and chat template)."""
     if tokenizer.pad_token_id is None:
-        pad = model.config.pad_token_id
-        tokenizer.pad_token = tokenizer.eos_token if pad is None else tokenizer.convert_ids_to_tokens(pad)
+        pad = model.config.pad_token_id  # which may be none, -1, or an id that only the model has
+        known = pad is not None and 0 <= pad < len(tokenizer)
+        tokenizer.pad_token = (known and tokenizer.convert_ids_to_tokens(pad)) or tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
     tokenizer.padding_side = "right"
 

@@ -345,7 +345,7 @@ def test_scores_of_a_reward_model_in_bfloat16_passes_are_not_rounded_to_8_bits()
     texts = [" Dull.", " A great and moving film with a superb cast.", " Good.", " It was long, flat and strange. I loved the cast."]
     args = (["Review of the comedy Lost River:"] * 4, texts, [{"prompt": "Review of the comedy Lost River:"}] * 4)
     scores = low.fn(*args)
-    assert scores == pytest.approx(full.fn(*args), abs=0.1)
+    assert scores == pytest.approx(full.fn(*args), abs=0.1) and torch.equal(low.model.score.weight, full.model.score.weight)
     assert all(score != torch.tensor(score).bfloat16().item() for score in scores)
 
 
@@ -369,11 +369,11 @@ def test_a_causal_model_is_refused_as_a_reward_model():
         common.load_rewards("tiny/policy", (), (), 0, None, CPU, torch.float32, 100)
 
 
-@pytest.mark.parametrize("pad", [None, 7])
+@pytest.mark.parametrize("pad", [None, 7, -1, 599])
 def test_a_reward_model_whose_tokenizer_has_no_pad_scores_batches(pad, tokenizer, tmp_path):
-    """With the pad id of its config, where it has one: then a text that ends in eos, as many templates do, is read to its end."""
+    """With the pad id of its config, where the tokenizer knows it: then a text that ends in eos, as many templates do, is read to its end."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"vocab_size": 600, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForSequenceClassification(LlamaConfig(**shape, num_labels=1, pad_token_id=pad)).eval()
     model.save_pretrained(tmp_path / "reward")
     bare = common.load_tokenizer("tiny/policy")
@@ -383,7 +383,7 @@ def test_a_reward_model_whose_tokenizer_has_no_pad_scores_batches(pad, tokenizer
     rows = [{"prompt": "a"}] * 3
     together = reward.fn(["a"] * 3, ["b", "bcd", "bcdefg"], rows)
     assert together == pytest.approx([reward.fn(["a"], [c], rows[:1])[0] for c in ("b", "bcd", "bcdefg")], abs=1e-5)
-    if pad:
+    if pad == 7:
         text = "ab" + tokenizer.eos_token
         with torch.no_grad():
             last = model.score(model.model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0, -1])

@@ -227,6 +227,16 @@ def test_the_written_out_gradient_of_log_probabilities_is_autograds():
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6) and impossible.grad.tolist() == [[pytest.approx(0, abs=1e-7)] * 3]
 
 
+@pytest.mark.parametrize("scale, shift", [(0.01, 0.0), (2.0, 100.0), (20.0, 1e4)])
+def test_the_entropy_of_many_large_logits_is_right_to_float32_and_never_negative(scale, shift):
+    """Flat and peaked, far from 0, in more than one piece: logsumexp - E[logit] would be off by 1e-3 here, and below 0."""
+    logits = torch.randn(40, 151_936, generator=torch.Generator().manual_seed(0)) * scale + shift
+    logprobs, entropy = LogprobsAndEntropy.apply(logits, torch.arange(40))
+    exact = logits.double().log_softmax(-1)
+    assert (entropy - torch.special.entr(exact.exp()).sum(-1)).abs().max() < 5e-6 and entropy.min() >= 0
+    torch.testing.assert_close(logprobs.double(), exact[:, :40].diagonal(), rtol=3e-7, atol=2e-3 if shift == 1e4 else 2e-5)
+
+
 def test_no_more_than_two_copies_of_the_logits_are_held():
     """Of (n, V) tensors that are alive at once between the logits and their gradient, autograd's saved ones included."""
     logits, ids = torch.randn(8, 1000, requires_grad=True), torch.arange(8)
