@@ -470,8 +470,8 @@ def load_tokenizer(path: str, chat_template: str | None = None, trust_remote_cod
 
 
 def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gradient_checkpointing: bool = False):
-    """Move to the device; float32 weights whatever the checkpoint's dtype, but for the matrices of a frozen model, which are in dtype;
-    no dropout anywhere, so that the ratio of two passes is exact.
+    """Move to the device; no dropout anywhere, so that the ratio of two passes is exact. Weights are float32 whatever the checkpoint's
+    dtype, but for the linear layers of a frozen model, which are in dtype.
 
     NOTE: transformers' own switch for gradient checkpointing (arXiv:1604.06174) only works in train mode, with dropout.
     NOTE: with bfloat16 weights a step of 1e-6 is rounded away; for a model that is trained, dtype is that of autocast alone.
@@ -487,7 +487,7 @@ def prepare(model, device: torch.device, dtype: torch.dtype, trainable: bool, gr
         embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and id(module.weight) not in embedded and module.out_features > 1:
-                module.to(dtype)
+                module.to(dtype)  # not what makes one number: a reward is read in float32
     model = model if ranks else model.to(device)  # sharding moves it layer by layer
     return model.eval().requires_grad_(trainable)
 
@@ -635,7 +635,7 @@ class ValueHead(torch.nn.Module):
 
 
 def autocast(model):
-    """Run a forward pass in the model's compute dtype; weights stay float32."""
+    """Run a forward pass in the model's compute dtype, whatever its weights are in."""
     if model.compute_dtype == torch.float32:
         return nullcontext()
     keeps_casts = num_ranks() == 1 or ranks["gather"]  # else they would be a second copy of what is to be gathered layer by layer
@@ -692,8 +692,7 @@ def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: floa
 
 
 def sample_completions(policy, prompt_ids: list[torch.Tensor], uniform: torch.Tensor, stops: torch.Tensor, temperature: float):
-    """One completion per row of uniform (B, max_new_tokens): ids, log-probabilities, lengths, and whether cut. After its end a row has log-
-    probabilities of 0, and any ids.
+    """One completion per row of uniform (B, max_new_tokens): ids (any after the end), log-probabilities (0 there), lengths, whether cut.
 
     Each prompt is read once; its cache is then repeated for the group. Finished rows leave once they are a quarter.
     """
@@ -901,7 +900,8 @@ def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """log-softmax(logits / temperature) at ids, float32: (..., V), (...) -> (...). Keeps no float32 copy of the log-softmax."""
     logits = scaled(logits, temperature)
-    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+    top = logits.detach().amax(-1)  # taken off first: a logsumexp of 1e4 is good to 1e-3 only
+    return logits.gather(-1, ids[..., None])[..., 0] - top - (logits - top[..., None]).exp().sum(-1).log()
 
 
 class LogprobsAndEntropy(torch.autograd.Function):
@@ -919,11 +919,11 @@ class LogprobsAndEntropy(torch.autograd.Function):
             terms = (shifted := rows - top[:, None]).exp()
             total = terms.sum(-1)
             expected = terms.mul_(shifted).nansum(-1) / total  # nan: 0 times the -inf of a token that can't come
-            found.append((top + total.log(), total.log() - expected))
-        logsumexp, entropy = map(torch.cat, zip(*found))
-        ctx.save_for_backward(logits, ids, logsumexp, entropy)
+            found.append((top, total.log(), total.log() - expected))
+        top, log_total, entropy = map(torch.cat, zip(*found))
+        ctx.save_for_backward(logits, ids, top + log_total, entropy)
         ctx.set_materialize_grads(False)  # None for what is in no loss, usually the entropy
-        return logits.gather(1, ids[:, None])[:, 0] - logsumexp, entropy
+        return logits.gather(1, ids[:, None])[:, 0] - top - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad, entropy_grad):
@@ -1211,11 +1211,12 @@ def guarded(name: str, fn: Callable, file: str, timeout: float) -> Callable:
 
 def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | None) -> Callable:
     """A reward function that reads prompt + completion as text, with the reward model's own tokenizer (and chat template)."""
+    config = model.config.get_text_config()
     if tokenizer.pad_token_id is None:
-        pad = model.config.pad_token_id  # which may be none, -1, or an id that only the model has
+        pad = config.pad_token_id  # which may be none, -1, or an id that only the model has
         known = pad is not None and 0 <= pad < len(tokenizer)
         tokenizer.pad_token = (known and tokenizer.convert_ids_to_tokens(pad)) or tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
+    config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not this one
     tokenizer.padding_side = "right"
 
     def text_of(prompt: str, completion: str, row: dict) -> tuple[str, bool]:
@@ -1484,6 +1485,7 @@ def best_so_far(folder: Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
+    """A state.pt; tensors and plain values only, nothing is unpickled."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

@@ -46,7 +46,7 @@ class Args:
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (trained weights are float32); auto: bfloat16 on cuda
     shard: Literal["full", "none"] = "full"  # with several processes: weights and optimizer spread over them, or a copy on each
     gather_for_sampling: bool = True  # the whole weights on each of them while it samples; else layer by layer: less memory, slower
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
         if reference is not None:
             kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], args.kl_estimator)  # (B, T)
             token_rewards = token_rewards - kl_coef * kl
-        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (those as sampled are rounded differently)
+        if num_updates > 1 or args.shared_backbone:  # else the current log-probabilities are the old ones (sampling rounds differently)
             batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch, args.microbatch_tokens)
         else:
             batch["values"] = no_grad_pass(value_model, batch, args.microbatch_tokens)

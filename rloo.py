@@ -38,7 +38,7 @@ class Args:
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
     seed: int = 0  # same seed, same metrics
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (weights are float32); auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes (trained weights are float32); auto: bfloat16 on cuda
     shard: Literal["full", "none"] = "full"  # with several processes: weights and optimizer spread over them, or a copy on each
     gather_for_sampling: bool = True  # the whole weights on each of them while it samples; else layer by layer: less memory, slower
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only

@@ -231,7 +231,7 @@ def experts(seeds: tuple[int, ...] = (0, 1, 2)) -> dict:
         for seed in seeds:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                model = common.prepare(Model(Config(**shape, **extra)), torch.device("cpu"), torch.bfloat16, False)
+                model = common.prepare(Model(Config(**shape, **extra)), torch.device("cpu"), torch.bfloat16, True)
             ids = torch.randint(1, 256, (8, 12), generator=common.generator("experts", seed)).tolist()
             prompts = [common.Prompt(row, "", {}) for row in ids]
             batch = common.generate(model, tokenizer, prompts, 8, 96, 1.0, key=(seed, "experts"))

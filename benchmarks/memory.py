@@ -5,10 +5,11 @@
     python benchmarks/memory.py --check                           # against measured peaks of runs on this machine's CPU; minutes
 
 Weights, gradients and Adam's two moments are float32, 16 bytes a trained parameter and 4 a frozen one (2 in a matrix, with bfloat16
-passes), divided by the number of GPUs (--shard none: not divided). On top comes the larger of two peaks. Sampling: the whole weights, gathered (--no-gather-for-sampling: a
-layer and the embeddings), the cache of this GPU's completions, and one row of logits for each. Updating: the gathered layer and
-embeddings with their gradients, what a microbatch's layers keep for the backward pass, and two copies of its logits. bfloat16 passes keep a
-bfloat16 copy of every matrix. Not counted: CUDA itself (about 0.5 GB), fragments, and the host's memory.
+passes), divided by the number of GPUs (--shard none: not divided). On top comes the larger of two peaks. Sampling: the whole weights,
+gathered (--no-gather-for-sampling: a layer and the embeddings), the cache of this GPU's completions, and one row of logits for each.
+Updating: the gathered layer and embeddings with their gradients, what a microbatch's layers keep for the backward pass, and two copies
+of its logits. bfloat16 passes keep a bfloat16 copy of every matrix. Not counted: CUDA itself (about 0.5 GB), fragments, and the host's
+memory.
 """
 
 import json

@@ -58,7 +58,7 @@ class Args:
     rounds: int = 2  # times that the sides take turns
     steps: int | None = None  # measured steps of each process; None: 10 with the tiny model, 3 with the other
     device: str = "cpu"  # cpu, cuda
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; weights are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the passes; trained weights are float32
     sweep: bool = False  # growth, memory over 200 steps and start-up time instead of workloads
     profile: bool = False  # shares of a step's time by kind of operation, under torch's profiler, instead of workloads
     output: str | None = None  # JSON; None: speed.json beside this file, or speed-ours.json, speed-sweep.json, speed-profile.json, ...
@@ -576,6 +576,8 @@ def read(path: str) -> str:
 
 def main(args: Args) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # a log file shows each row as it comes
+    if args.profile and (args.sweep or args.device != "cpu"):
+        sys.exit("error: --profile shares out the processor's time: leave --sweep out and use --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         us = run(versions, sys.executable, {"folder": folder})
         alone = args.sweep or args.profile

@@ -155,8 +155,8 @@ def difference(one: Path, other: Path, size: int, resumed_by: int | None, replic
 
 
 def a_signal_to_one_rank_stops_all(words: list[str], folder: Path) -> None:
-    """After the step, with one checkpoint."""
-    children = start(grpo, [*words, "--output-dir", str(folder)], folder, 2)
+    """After the step, with one checkpoint. In bfloat16, so that frozen models hold weights of two kinds."""
+    children = start(grpo, [*words, "--dtype", "bfloat16", "--reward-model", "tiny/reward", "--output-dir", str(folder)], folder, 2)
     while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
         time.sleep(0.1)
     os.kill(children[1], signal.SIGTERM)

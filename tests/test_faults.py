@@ -56,22 +56,35 @@ def signalled(tmp_path, monkeypatch):
     """Options of a run that gets the signals named in a file. Were the script's own handler missing, nothing would come of them."""
     monkeypatch.setattr(common, "asked_to_stop", [])
     (tmp_path / "reward.py").write_text(SIGNALS)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield SMALL | ADDITION | {"reward_fn": (f"{tmp_path}/reward.py:score",), "num_steps": 3, "eval_every": 0}
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("number, name", [(signal.SIGINT, "ppo"), (signal.SIGTERM, "grpo")])
-def test_a_signal_saves_a_checkpoint_after_the_step(number, name, signalled, tmp_path, capsys):
-    (tmp_path / "signals").write_text(str(int(number)))
+def test_a_signal_from_outside_saves_a_checkpoint_after_the_step(tmp_path):
+    """Whenever it comes: while sampling, in an update, in a save."""
+    options = SMALL | ADDITION | {"num_steps": 200, "eval_every": 0, "save_every": 1, "output_dir": tmp_path / "run"}
+    command = [sys.executable, "grpo.py", *words_of(options)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    stopped = metrics_of(tmp_path / "run")[-1]["step"]
+    assert process.returncode == 128 + signal.SIGTERM and f"stopped after step {stopped}; continue with --resume" in err, err
+    assert common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
+
+
+def test_a_signal_stops_after_the_step_and_the_run_goes_on(signalled, tmp_path, capsys):
+    (tmp_path / "signals").write_text("2")
     with pytest.raises(SystemExit) as end:
-        run_command([f"{name}.py", *words_of(signalled | {"output_dir": tmp_path / "run"})])
+        run_command(["ppo.py", *words_of(signalled | {"output_dir": tmp_path / "run"})])
     (tmp_path / "signals").unlink()
-    assert end.value.code == 128 + number and "stopped after step 2; continue with --resume" in capsys.readouterr().err
+    assert end.value.code == 130 and "stopped after step 2; continue with --resume" in capsys.readouterr().err
     assert [p.name for p in common.checkpoints(tmp_path / "run")] == ["checkpoint-2"] and metrics_of(tmp_path / "run")[-1]["step"] == 2
-    run_command([f"{name}.py", "--resume", str(tmp_path / "run")])
-    assert without_times(metrics_of(tmp_path / "run")) == without_times(train(name, tmp_path / "whole", **signalled))
+    run_command(["ppo.py", "--resume", str(tmp_path / "run")])
+    assert without_times(metrics_of(tmp_path / "run")) == without_times(train("ppo", tmp_path / "whole", **signalled))
 
 
 def test_a_second_signal_stops_at_once(signalled, tmp_path, capsys):

@@ -118,10 +118,10 @@ def test_a_model_without_layers_to_recompute_is_named(tokenizer):
         common.prepare(torch.nn.Linear(1, 1), CPU, torch.float32, True, gradient_checkpointing=True)
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_an_adapter_trains_beside_frozen_weights_and_resumes(name, tmp_path):
+@pytest.mark.parametrize("name, dtype", [("ppo", "float32"), ("grpo", "float32"), ("grpo", "bfloat16")])
+def test_an_adapter_trains_beside_frozen_weights_and_resumes(name, dtype, tmp_path):
     peft = pytest.importorskip("peft")
-    options = SMALL | ADDITION | {"lora_rank": 4, "lr": 1e-2, "kl_coef": 0.1, "warmup_steps": 0, "minibatch_size": None}
+    options = SMALL | ADDITION | {"lora_rank": 4, "lr": 1e-2, "kl_coef": 0.1, "warmup_steps": 0, "minibatch_size": None, "dtype": dtype}
     whole = train(name, tmp_path / "whole", **options | {"num_steps": 3})
     assert whole[1]["kl"] == pytest.approx(0, abs=1e-6) and whole[3]["kl"] > 1e-4  # the reference is the model with its adapter off
     train(name, tmp_path / "parts", **options | {"num_steps": 2})

@@ -80,8 +80,8 @@ def test_log_probabilities_as_sampled_equal_the_scoring_pass(tokenizer, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_model_holds_its_matrices_in_the_passes_dtype_and_gives_the_same_numbers(family):
-    trained, ids = random_model(family), torch.arange(3, 35).view(2, 16)
-    trained.compute_dtype = torch.bfloat16
+    trained = common.prepare(random_model(family), CPU, torch.bfloat16, trainable=True)
+    ids = torch.arange(3, 35).view(2, 16)
     frozen = common.prepare(copy.deepcopy(trained), CPU, torch.bfloat16, trainable=False)
     with torch.no_grad(), common.autocast(trained):
         assert torch.equal(trained(ids).logits, frozen(ids).logits)
