@@ -43,6 +43,8 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "min(by_length, by_prompt, key=lambda found: found[0])[1]", "by_length[1]"),
     ("common.py", "probabilities.mul_(-grad)", "probabilities.mul_(grad)"),
     ("common.py", ".nansum(-1) / total", ".sum(-1) / total"),
+    ("common.py", "logits.split(max(1, 2**22 // logits.shape[-1]))", "[logits]"),
+    ("common.py", "map(torch.cat, zip(*found))", "(x[-1] for x in zip(*found))"),
     ("common.py", " and id(module.weight) not in embedded and", " and"),
     ("common.py", "if not trainable and dtype != torch.float32:", "if dtype != torch.float32:"),
     ("common.py", "load_reward_model(path, device, torch.float32, trust_remote_code)", "load_reward_model(path, device, dtype, trust_remote_code)"),
