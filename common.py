@@ -898,10 +898,10 @@ def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """log-softmax(logits / temperature) at ids, float32: (..., V), (...) -> (...). Keeps no float32 copy of the log-softmax."""
+    """log-softmax(logits / temperature) at ids, float32: (..., V), (...) -> (...). Makes one copy of the logits."""
     logits = scaled(logits, temperature)
     top = logits.detach().amax(-1)  # taken off first: a logsumexp of 1e4 is good to 1e-3 only
-    return logits.gather(-1, ids[..., None])[..., 0] - top - (logits - top[..., None]).exp().sum(-1).log()
+    return logits.gather(-1, ids[..., None])[..., 0] - top - (logits - top[..., None]).exp_().sum(-1).log()
 
 
 class LogprobsAndEntropy(torch.autograd.Function):

@@ -169,7 +169,7 @@ def ours(job: dict) -> dict:
 
 
 def profiled(job: dict) -> dict:
-    """The last step of ours under torch's profiler: seconds by kind of operation, of the rollout and of what comes after it."""
+    """The last step of ours under torch's profiler: shares of its time by kind of operation, of the rollout and of what comes after it."""
     from torch.profiler import profile
 
     sys.path.insert(0, str(ROOT))
@@ -474,15 +474,16 @@ def profiles(args: Args, folder: Path) -> dict:
     """Shares of the time of ours, by kind of operation. The profiler slows small operations most."""
     figures = {}
     print(f"\n{'':<20}{'matrix products':>17}{'attention':>11}{'other operations':>18}{'between them':>14}{'operations':>12}{'seconds':>9}")
-    for name, algorithm in itertools.product(args.only, args.algorithms):
-        if not (folder / name).exists():
-            (folder / name).mkdir()
-            run(make, sys.executable, job_of(WORKLOADS[name], str(folder / name), args))
-        job = job_of(WORKLOADS[name], str(folder / name), args, algorithm, warmup=1, steps=1)
-        figures.setdefault(name, {})[algorithm] = laps = run(profiled, sys.executable, job)
-        for lap, f in laps.items():
-            shares = f"{f['matrix products']:>17.0%}{f['attention']:>11.0%}{f['other operations']:>18.0%}{f['between them']:>14.0%}"
-            print(f"{name + ' ' + algorithm + ' ' + lap:<20}{shares}{f['operations']:>12,}{f['seconds']:>9.2f}", flush=True)
+    for name in args.only:
+        (folder / name).mkdir()
+        run(make, sys.executable, job_of(WORKLOADS[name], str(folder / name), args))
+        figures[name] = {}
+        for algorithm in args.algorithms:
+            job = job_of(WORKLOADS[name], str(folder / name), args, algorithm, warmup=1, steps=1)
+            figures[name][algorithm] = run(profiled, sys.executable, job)
+            for lap, f in figures[name][algorithm].items():
+                shares = f"{f['matrix products']:>17.0%}{f['attention']:>11.0%}{f['other operations']:>18.0%}{f['between them']:>14.0%}"
+                print(f"{f'{name} {algorithm} {lap}':<20}{shares}{f['operations']:>12,}{f['seconds']:>9.2f}")
     return figures
 
 

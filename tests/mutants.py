@@ -32,7 +32,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)", "last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1"),
     # the shift between logits and tokens, temperature, entropy
     ("common.py", 'first = batch["prompt_length"][:, None] - 1', 'first = batch["prompt_length"][:, None]'),
-    ("common.py", "(logits - top[..., None]).exp().sum(-1).log()", "(logits - top[..., None]).exp().sum(-1).log().detach()"),
+    ("common.py", "(logits - top[..., None]).exp_().sum(-1).log()", "(logits - top[..., None]).exp_().sum(-1).log().detach()"),
     ("common.py", "LogprobsAndEntropy.apply(scaled(logits, temperature), ids)", "LogprobsAndEntropy.apply(logits, ids)"),
     ("common.py", "return upcast(logits) if temperature == 1.0 else upcast(logits) / temperature", "return upcast(logits) if temperature == 1.0 else upcast(logits) * temperature"),
     ("common.py", "probabilities.mul_(grad + entropy_grad * entropy[:, None])", "probabilities.mul_(grad - entropy_grad * entropy[:, None])"),

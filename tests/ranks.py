@@ -117,8 +117,12 @@ def start(script, words: list[str], folder: Path, size: int) -> list[int]:
 def run(script, words: list[str], folder: Path, size: int, *more: str) -> None:
     """A run from its beginning, or with --resume from its newest checkpoint, to its end."""
     where = ["--resume" if folder.exists() else "--output-dir", str(folder)]
-    codes = [os.waitpid(child, 0)[1] for child in start(script, [*words, *more, *where], folder, size)]
-    assert not any(codes), f"{script.__name__}.py {' '.join(words)} on {size} ranks: {codes}"
+    finish(start(script, [*words, *more, *where], folder, size), f"{script.__name__}.py {' '.join(words)} on {size} ranks")
+
+
+def finish(children: list[int], what: str) -> None:
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(codes), f"{what}: {codes}"
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -192,7 +196,7 @@ def main() -> None:
                     run(script, words, other, first, "--num-steps", "2")
                     shutil.rmtree(other / "final")
                     run(script, words, other, then, "--num-steps", "3")
-                assert not any(os.waitpid(child, 0)[1] for child in began_alone), f"{script.__name__}.py {options} alone"
+                finish(began_alone, f"{script.__name__}.py {options} alone")
                 began_alone = []
                 weights, metrics = difference(alone, other, first, then, "--shard none" in options)
                 worst = max(worst, weights, metrics)

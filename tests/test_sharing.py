@@ -239,24 +239,29 @@ def test_the_entropy_of_many_large_logits_is_right_to_float32_and_never_negative
     torch.testing.assert_close(common.token_logprobs(logits, torch.arange(40)), logprobs, rtol=0, atol=1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation makes."""
+class Made(TorchDispatchMode):
+    """Address and number of elements of every tensor that an operation makes or writes."""
 
-    elements = 0
+    def __init__(self):
+        super().__init__()
+        self.tensors = set()
 
     def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
         result = fn(*args, **kwargs or {})
         if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
+            self.tensors.add((result.data_ptr(), result.numel()))
         return result
 
 
 def test_no_more_than_two_copies_of_the_logits_are_held():
     """The logits and their gradient: forward makes a piece at a time, and keeps what it was given."""
     logits, ids = torch.randn(2**10, 2**13), torch.arange(2**10)
-    with Largest() as largest:
+    with Made() as made:
         LogprobsAndEntropy.apply(logits, ids)
-    assert largest.elements == 2**22 == logits.numel() / 2
+    assert max(n for _, n in made.tensors) == 2**22 == logits.numel() / 2
+    with Made() as made:  # log-probabilities alone: one copy, exponentiated in place
+        common.token_logprobs(logits, ids)
+    assert len({address for address, n in made.tensors if n == 2**23} - {logits.data_ptr()}) == 1
     logits, ids = torch.randn(8, 1000, requires_grad=True), torch.arange(8)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
