@@ -1,39 +1,44 @@
-"""Kill short runs at random moments, resume each, and compare the end with that of a run never killed: metrics and weights, bit for bit.
+"""Kill short runs at random moments, resume each, and compare the end with that of a run never killed, bit for bit.
+
+Compared are metrics and weights. A run that was killed before its first checkpoint begins anew.
 
     python tests/kill.py             # 100 kills; about two minutes
     python tests/kill.py --kills 10
 
-A helper process imports everything once and forks a child per life, so that a life is short. Exit status 1 if anything differs.
+All is imported once, and a child is forked per life, so that a life is short. Exit status 1 if anything differs.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from safetensors.torch import load_file
+
+import cispo
+import common
+import grpo
+import gspo
+import ppo
+import reinforce
+import rloo
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-import cispo  # noqa: E402
-import common  # noqa: E402
-import grpo  # noqa: E402
-import gspo  # noqa: E402
-import ppo  # noqa: E402
-import reinforce  # noqa: E402
-import rloo  # noqa: E402
-
 SCRIPTS = (ppo, grpo, reinforce, gspo, rloo, cispo)
 STEPS = 8
-FLAGS = f"--reward-fn exact_match --num-steps {STEPS} --num-prompts 2 --group-size 4 --minibatch-size 4 --max-new-tokens 5 --save-every 1 --eval-every 3"
+FLAGS = f"--num-steps {STEPS} --num-prompts 2 --group-size 4 --minibatch-size 4 --max-new-tokens 5 --save-every 1"
+FLAGS = f"{FLAGS} --eval-every 3 --reward-fn exact_match"
 
 
 def start(script, words: list[str]) -> int:
@@ -45,10 +50,10 @@ def start(script, words: list[str]) -> int:
             os.dup2(nowhere.fileno(), 1)
         sys.argv = [script.__file__, *words]
         common.launch(script.main, script.Args, script.__doc__)
-        os._exit(0)
-    except SystemExit as end:
-        print(end.code, file=sys.stderr, flush=True)
-        os._exit(1)
+    finally:  # also after an error: the rest is the parent's
+        if error := sys.exc_info()[1]:
+            traceback.print_exception(error)
+        os._exit(bool(error))
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict]:
@@ -63,7 +68,9 @@ def run(script, data: Path, folder: Path, rng: random.Random | None, budget: int
     """Run to the end, killed at most budget times; the number of kills, and of those that hit a save."""
     words, kills, in_saves = ["--dataset", str(data), "--output-dir", str(folder), *FLAGS.split()], 0, 0
     while True:
-        child = start(script, words)
+        if not common.checkpoints(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        child = start(script, ["--resume", str(folder)] if folder.exists() else words)
         if kills < budget:
             time.sleep(rng.uniform(0.1, 0.8))
             os.kill(child, signal.SIGKILL)
@@ -72,9 +79,7 @@ def run(script, data: Path, folder: Path, rng: random.Random | None, budget: int
             if os.WEXITSTATUS(status):
                 raise SystemExit(f"{script.__name__} could not go on after {kills} kills")
             return kills, in_saves
-        kills, in_saves = kills + 1, in_saves + bool(list(folder.glob(".*.partial")) + list(folder.glob(".*.old")))
-        if (folder / "args.json").exists() and (folder / "metrics.jsonl").exists():
-            words = ["--resume", str(folder)]
+        kills, in_saves = kills + 1, in_saves + bool(list(folder.glob(".*.partial")))
 
 
 def main(kills: int, seed: int = 0) -> int:
@@ -84,7 +89,8 @@ def main(kills: int, seed: int = 0) -> int:
         scratch = Path(scratch)
         data = scratch / "few.jsonl"  # 5 prompts, so that epochs turn over
         data.write_text("".join((ROOT / "tiny/addition.jsonl").read_text().splitlines(True)[:5]))
-        (scratch / "few-eval.jsonl").write_text("".join((ROOT / "tiny/addition-eval.jsonl").read_text().splitlines(True)[:4]))
+        held_out = "".join((ROOT / "tiny/addition-eval.jsonl").read_text().splitlines(True)[:4])
+        (scratch / "few-eval.jsonl").write_text(held_out)
         unharmed, n = {}, 0
         while done < kills:
             script = SCRIPTS[n % len(SCRIPTS)]

@@ -1,6 +1,6 @@
 """Exact expectations: every completion of one prompt is enumerated and weighted by its probability, all in float64.
 A small real policy is scored by common.logprobs_of and the shipped functions make the estimators: nothing is sampled.
-The right-hand sides are gradients by autograd of the enumerated objective itself, so "unbiased" means equal to 1e-10."""
+The right-hand sides are gradients by autograd of the enumerated objective itself: "unbiased" means equal to 1e-10."""
 
 import math
 from functools import partial
@@ -32,12 +32,13 @@ def noise(seed, *shape):
 
 def model_of(seed, trainable=False):
     """GPT-2, whose every operation stays in float64 (Llama's norms compute in float32), far from uniform."""
-    config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_inner=8, n_layer=1, n_head=2, n_positions=8, tie_word_embeddings=False,
-                        bos_token_id=STOP, eos_token_id=STOP)
+    shape = {"vocab_size": VOCAB, "n_embd": 8, "n_inner": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    config = GPT2Config(**shape, tie_word_embeddings=False, bos_token_id=STOP, eos_token_id=STOP)
     model = GPT2LMHeadModel(config).double()
     for i, parameter in enumerate(model.parameters()):
-        parameter.data = (0.8 if parameter.dim() == 2 else 0.2) * noise(100 * seed + i, *parameter.shape) + (parameter == 1)
-    return common.prepare(model, torch.device("cpu"), torch.float32, trainable)
+        scale = 0.8 if parameter.dim() == 2 else 0.2
+        parameter.data = scale * noise(100 * seed + i, *parameter.shape) + (parameter == 1)
+    return common.prepare(model, torch.float32, trainable)
 
 
 def batch_of(horizon):
@@ -48,6 +49,7 @@ def batch_of(horizon):
     return {
         "input_ids": pad_sequence([torch.tensor([*PROMPT, *y]) for y in rows], batch_first=True),
         "prompt_length": torch.full_like(length, len(PROMPT)),
+        "length": length,
         "mask": (torch.arange(horizon) < length[:, None]).double(),
         "truncated": torch.tensor([y[-1] != STOP for y in rows]),
         "completions": rows,
@@ -56,7 +58,8 @@ def batch_of(horizon):
 
 def gradient(objective):
     """With respect to all parameters of the policy, as one vector."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(POLICY.parameters()), retain_graph=True)])
+    gradients = torch.autograd.grad(objective, list(POLICY.parameters()), retain_graph=True)
+    return torch.cat([g.flatten() for g in gradients])
 
 
 POLICY, REFERENCE, BATCH = model_of(5, trainable=True), model_of(12), batch_of(HORIZON)
@@ -66,9 +69,10 @@ LOGPROBS, P = LIVE.detach(), LIVE.detach().sum(1).exp()
 REF = common.no_grad_pass(partial(common.logprobs_of, REFERENCE, TEMPERATURE), BATCH, microbatch_tokens=12)
 JACOBIAN = torch.stack([gradient(x) for x in LIVE.flatten()])  # (B * T, parameters)
 SCORES = 1 + noise(3, len(P)).sigmoid()  # from 1 to 2, so that a baseline matters
-REWARDS = common.at_last_token(SCORES, MASK) - BETA * common.kl_estimate(LOGPROBS, REF, "k1")  # as in step 3 of the scripts
+REWARDS = common.at_last_token(SCORES, MASK) - BETA * common.kl_estimate(LOGPROBS, REF, "k1")  # as the scripts' step 3
 PREFIXES = sorted({y[:t] for y in BATCH["completions"] for t in range(len(y))})
-PREFIX = torch.tensor([[PREFIXES.index(y[:t]) if t < len(y) else 0 for t in range(HORIZON)] for y in BATCH["completions"]])
+PREFIX = [[PREFIXES.index(y[:t]) if t < len(y) else 0 for t in range(HORIZON)] for y in BATCH["completions"]]
+PREFIX = torch.tensor(PREFIX)  # (B, T)
 THROUGH = torch.nn.functional.one_hot(PREFIX, len(PREFIXES)) * MASK[..., None]  # (B, T, prefixes), nothing on pads
 REACHED = torch.einsum("b,btn->n", P, THROUGH)  # the probability of every prefix
 
@@ -111,7 +115,8 @@ def at_ratio_one(script):
 
 def next_tokens(model):
     """(prefixes, V): the log-probability of every next token, each prefix on its own, without padding."""
-    return torch.stack([model(torch.tensor([[*PROMPT, *y]])).logits[0, -1].div(TEMPERATURE).log_softmax(-1) for y in PREFIXES])
+    logits = torch.stack([model(torch.tensor([[*PROMPT, *y]])).logits[0, -1] for y in PREFIXES])
+    return logits.div(TEMPERATURE).log_softmax(-1)
 
 
 # --- the policy ---
@@ -127,9 +132,11 @@ def test_completions_are_all_there_and_scored_by_the_chain_rule():
 def test_generate_draws_them_with_their_probabilities():
     model, n = model_of(5).float(), 4000
     tokenizer = SimpleNamespace(eos_token_id=STOP, batch_decode=lambda ids, **_: ids)
-    batch = common.generate(model, tokenizer, [common.Prompt(PROMPT, "", {})], n, HORIZON, TEMPERATURE, key=("enumeration",))
+    prompts = [common.Prompt(PROMPT, "", {})]
+    batch = common.generate(model, tokenizer, prompts, n, HORIZON, TEMPERATURE, key=("enumeration",))
     row = (batch["input_ids"][:, None] == BATCH["input_ids"]).all(2) & (batch["mask"][:, None] == MASK).all(2)  # (n, B)
-    assert (row.sum(1) == 1).all() and torch.equal(batch["truncated"], BATCH["truncated"][which := row.int().argmax(1)])
+    which = row.int().argmax(1)
+    assert (row.sum(1) == 1).all() and torch.equal(batch["truncated"], BATCH["truncated"][which])
     torch.testing.assert_close(batch["logprobs"].double(), LOGPROBS[which], rtol=0, atol=1e-5)
     assert ((row.sum(0) - n * P).abs() < 4 * (n * P * (1 - P)).sqrt() + 1).all()
 
@@ -158,10 +165,10 @@ def test_reinforce_is_unbiased(weighting, size):
 
 
 def test_reward_to_go_has_less_variance_than_the_total_and_a_baseline_still_less():
-    """On this policy: nothing forbids the KL left out by reward-to-go to offset what is kept, if the reference is far off."""
+    """On this policy: if the reference is far off, the KL that reward-to-go leaves out might offset what is kept."""
     groups = groups_of(3)
-    total, to_go, baseline = (variance(groups, reinforce_steps(how, groups)) for how in ("total", "reward-to-go", "baseline"))
-    assert [total.item(), to_go.item(), baseline.item()] == pytest.approx([60.6, 56.7, 3.7], abs=0.05)  # as the README says
+    found = [variance(groups, reinforce_steps(how, groups)).item() for how in ("total", "reward-to-go", "baseline")]
+    assert found == pytest.approx([60.6, 56.7, 3.7], abs=0.05)  # as the README says
     shifted = reinforce_steps("baseline", groups, REWARDS + common.at_last_token(SCORES * 0 + 10, MASK))
     close(shifted, reinforce_steps("baseline", groups))  # a constant in every score is taken off
 
@@ -176,7 +183,7 @@ def test_rloo_is_unbiased(size):
 # --- ppo ---
 
 TO_COME = REWARDS.flip(1).cumsum(1).flip(1)  # score and KL
-TRUE_VALUES = (torch.einsum("b,bt,btn->n", P, TO_COME, THROUGH) / REACHED)[PREFIX]  # E[what is to come | prefix]; junk on pads
+TRUE_VALUES = (torch.einsum("b,bt,btn->n", P, TO_COME, THROUGH) / REACHED)[PREFIX]  # E[to come | prefix]; junk on pads
 WRONG_VALUES = noise(4, len(PREFIXES))[PREFIX]
 
 
@@ -185,7 +192,7 @@ def ppo_steps(values, gae_lambda):
     return steps(at_ratio_one(ppo), groups_of(1), advantages[groups_of(1)])
 
 
-@pytest.mark.parametrize("values, gae_lambda", [(WRONG_VALUES, 1.0), (TRUE_VALUES, 1.0), (TRUE_VALUES, 0.5), (TRUE_VALUES, 0.0)])
+@pytest.mark.parametrize("values, gae_lambda", [(WRONG_VALUES, 1.0), *((TRUE_VALUES, x) for x in (1.0, 0.5, 0.0))])
 def test_gae_is_unbiased_with_any_values_at_lambda_1_and_with_true_ones_at_every_lambda(values, gae_lambda):
     close(mean(groups_of(1), ppo_steps(values, gae_lambda)), exact(BETA))
 
@@ -195,7 +202,8 @@ def test_gae_with_wrong_values_is_biased_below_lambda_1():
 
 
 def test_true_values_lower_the_variance_and_so_does_a_lower_lambda():
-    none, true, short = (variance(groups_of(1), ppo_steps(*x)) for x in ((0 * MASK, 1.0), (TRUE_VALUES, 1.0), (TRUE_VALUES, 0.0)))
+    three = ((0 * MASK, 1.0), (TRUE_VALUES, 1.0), (TRUE_VALUES, 0.0))
+    none, true, short = (variance(groups_of(1), ppo_steps(*values_and_lambda)) for values_and_lambda in three)
     assert none > 2 * true and true > short, (none, true, short)
 
 
@@ -216,7 +224,8 @@ def test_at_ratio_one_every_step_is_that_of_reinforce(script, aggregation):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_mean_with_the_sample_in_it_shrinks_the_gradient_by_one_gth(script, size):
     advantages = advantages_of(script.group_advantages, groups_of(size), SCORES, False)
-    close(mean(groups_of(size), steps(at_ratio_one(script), groups_of(size), advantages)), (size - 1) / size * exact(0.0))
+    step = mean(groups_of(size), steps(at_ratio_one(script), groups_of(size), advantages))
+    close(step, (size - 1) / size * exact(0.0))
 
 
 def std_factor(p, G):
@@ -232,7 +241,10 @@ def std_factor(p, G):
 
 @GROUPED
 def test_dividing_by_the_std_keeps_the_direction_and_weights_prompts_by_difficulty(script):
-    """Success is to be among the r rarest completions, with probability p: the expected step is c(p) * grad p, else (G-1)/G * grad p."""
+    """Success is to be among the r rarest completions, with probability p: the expected step is c(p) * grad p.
+
+    Without the std it is (G - 1) / G * grad p.
+    """
     groups, factors = groups_of(4), {}
     for r in (1, 6, 13, 14):
         success = torch.zeros_like(P).index_fill(0, P.argsort()[:r], 1.0)
@@ -262,9 +274,10 @@ def test_k1_and_k3_are_unbiased_over_completions_and_k2_is_not():
 
 
 def test_the_gradient_of_k1_k2_and_k3_as_a_loss():
-    """On samples that stand still: 0, that of KL(policy || reference), that of KL(reference || policy), prefix by prefix."""
+    """On samples that stand still: 0, that of KL(policy || reference), that of KL(reference || policy), by prefix."""
     weights = common.loss_weights(MASK, "sum") * len(P) * P[:, None]
-    k1, k2, k3 = (gradient(common.weighted_sum(common.kl_estimate(LIVE, REF, kind), weights)) for kind in ("k1", "k2", "k3"))
+    estimates = [common.kl_estimate(LIVE, REF, kind) for kind in ("k1", "k2", "k3")]
+    k1, k2, k3 = (gradient(common.weighted_sum(kl, weights)) for kl in estimates)
     policy, reference = next_tokens(POLICY), next_tokens(REFERENCE)
     close(k1, torch.zeros_like(k1))
     close(k2, gradient(REACHED @ kl_per_prefix(policy, reference)))
@@ -277,7 +290,7 @@ def test_the_gradient_of_k1_k2_and_k3_as_a_loss():
 
 @pytest.mark.parametrize("name", [*RATIO, "importance_weighted"])
 def test_uncapped_ratios_of_one_token_turn_samples_of_an_old_policy_into_the_gradient_of_the_new(name):
-    """E over old of ratio * A * grad log p = grad E over new of A. Of one token only: a token's ratio leaves its prefix to old."""
+    """E over old of ratio * A * grad log p = grad E over new of A. Of one token: a ratio leaves its prefix to old."""
     batch, advantages = batch_of(1), 1 + noise(5, VOCAB).sigmoid()
     new, old = (common.logprobs_of(model, TEMPERATURE, batch) for model in (POLICY, model_of(6)))
     weights = common.loss_weights(batch["mask"], "sum") * VOCAB * old.exp()

@@ -18,7 +18,7 @@ import rloo
 BAD = [math.nan, math.inf, -math.inf]
 AGGREGATIONS = ["sequence", "token", "constant", "sum"]
 GROUPED = pytest.mark.parametrize("script", [grpo, gspo, cispo])  # each carries its own copy of group_advantages
-CLIPPED = pytest.mark.parametrize("script", [ppo, grpo])          # the same clipped surrogate
+CLIPPED = pytest.mark.parametrize("script", [ppo, grpo])  # the same clipped surrogate
 
 
 def t(rows):
@@ -53,7 +53,7 @@ X_MASK = [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     (None, 2.5),            # (1 + 2 + 3 + 4) / 4 tokens; a mean of the row means would be (2 + 4 + 0) / 3 = 2
     (1, [2.0, 4.0, 0.0]),   # (1 + 2 + 3) / 3, 4 / 1, and 0 where the mask is empty
     (0, [2.5, 2.0, 3.0]),   # (1 + 4) / 2, 2 / 1, 3 / 1
-])
+])  # fmt: skip
 def test_masked_mean(dim, expected):
     close(common.masked_mean(t(X), t(X_MASK), dim), t(expected))
 
@@ -62,6 +62,29 @@ def test_masked_mean_of_nothing_and_of_a_trained_stop_token():
     close(common.masked_mean(t(X), torch.zeros(3, 3)), 0.0)
     # trap: pad id == stop id. [5, 7, stop, pad, pad] keeps its first stop: (1 + 2 + 3) / 3 = 2, without it 1.5
     close(common.masked_mean(t([1, 2, 3, 9, 9]), t([1, 1, 1, 0, 0])), 2.0)
+
+
+# a tool has written the tokens 2 and 3 of row 1, 1 and 2 of row 2, and 2 and 4 of row 3: holes in the mask
+HOLES = t([[1, 0, 0, 1, 1], [0, 0, 1, 1, 0], [1, 0, 1, 0, 0]])
+
+
+@pytest.mark.parametrize("aggregation, expected", [  # 3 rows; 3 + 2 + 2 = 7 tokens of the policy's own
+    ("sequence", [[1 / 9, 0, 0, 1 / 9, 1 / 9], [0, 0, 1 / 6, 1 / 6, 0], [1 / 6, 0, 1 / 6, 0, 0]]),  # 1/3 of 1/3 or 1/2
+    ("token", [[1 / 7, 0, 0, 1 / 7, 1 / 7], [0, 0, 1 / 7, 1 / 7, 0], [1 / 7, 0, 1 / 7, 0, 0]]),
+    ("constant", [[1 / 30, 0, 0, 1 / 30, 1 / 30], [0, 0, 1 / 30, 1 / 30, 0], [1 / 30, 0, 1 / 30, 0, 0]]),  # 1/3 * 1/10
+    ("sum", [[1 / 3, 0, 0, 1 / 3, 1 / 3], [0, 0, 1 / 3, 1 / 3, 0], [1 / 3, 0, 1 / 3, 0, 0]]),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_loss_weights_of_a_mask_with_holes(aggregation, expected, dtype):
+    close(common.loss_weights(HOLES.to(dtype), aggregation, max_new_tokens=10), t(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_the_last_token_is_the_last_of_the_policys_own(dtype):
+    """Behind a hole, before one, and before the last token of the row, which is a tool's; an empty row has none."""
+    mask = torch.cat([HOLES, torch.zeros(1, 5)]).to(dtype)
+    expected = [[0, 0, 0, 0, 5.0], [0, 0, 0, 6.0, 0], [0, 0, 7.0, 0, 0], [0] * 5]
+    close(common.at_last_token(t([5, 6, 7, math.nan]), mask), t(expected))
 
 
 # lengths 3, 1, 2 and 0: B = 4 rows (an empty row counts as a row), 3 + 1 + 2 = 6 tokens
@@ -73,7 +96,7 @@ MASK = t([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     ("token", [[1 / 6] * 3, [1 / 6, 0, 0], [1 / 6, 1 / 6, 0], [0, 0, 0]]),       # 1 / 6
     ("constant", [[1 / 40] * 3, [1 / 40, 0, 0], [1 / 40, 1 / 40, 0], [0, 0, 0]]),  # 1/4 * 1/10
     ("sum", [[1 / 4] * 3, [1 / 4, 0, 0], [1 / 4, 1 / 4, 0], [0, 0, 0]]),         # 1 / 4
-])
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_loss_weights(aggregation, expected, dtype):
     close(common.loss_weights(MASK.to(dtype), aggregation, max_new_tokens=10), t(expected))
@@ -89,7 +112,7 @@ def test_loss_weights_of_an_empty_minibatch_are_zero(aggregation):
     ("token", 0.6),     # (2 * -1 + 8 * 1) / 10
     ("constant", 0.3),  # (2 * -1 + 8 * 1) / (2 * 10)
     ("sum", 3.0),       # (2 * -1 + 8 * 1) / 2
-])
+])  # fmt: skip
 def test_four_aggregations_of_one_loss(aggregation, expected):
     """2 tokens with A = +1 and 8 tokens with A = -1, ratio 1, so the token losses are -1 and +1; max_new_tokens 10."""
     mask = t([[1] * 2 + [0] * 6, [1] * 8])
@@ -103,7 +126,8 @@ def test_four_aggregations_of_one_loss(aggregation, expected):
     ("k1", [0.5596158, -0.6931472], 0.1837869),  # .7 * .5596158 - .3 * .6931472 = .3917310 - .2079442: KL(policy, ref)
     ("k2", [0.1565849, 0.2402265], 0.1816774),   # .5596158**2 / 2, .6931472**2 / 2; .7 * .1565849 + .3 * .2402265
     ("k3", [0.1310444, 0.3068528], 0.1837869),   # 4/7 - 1 + .5596158, 2 - 1 - .6931472; .0917311 + .0920558: KL again
-])                                               # trap, the ratio upside down: k3 .191213, k1 -.183787
+    # trap, the ratio upside down: k3 .191213, k1 -.183787
+])  # fmt: skip
 def test_kl_estimate_has_the_right_sign_and_orientation(estimator, per_token, expectation):
     policy, reference = t([[0.7, 0.3]]), t([[0.4, 0.6]])
     kl = common.kl_estimate(policy.log(), reference.log(), estimator)
@@ -115,7 +139,7 @@ def test_kl_estimate_has_the_right_sign_and_orientation(estimator, per_token, ex
     ("k1", 0.0),         # sum of the gradient of log p, always 0: k1 is no loss
     ("k2", -0.5493061),  # .5 * ln(.5/.9) * .5 - .5 * ln(.5/.1) * .5 = .25 * (-.5877867 - 1.6094379): the true gradient
     ("k3", -0.4),        # (.5 - .9) * .5 - (.5 - .1) * .5: the gradient of KL(ref, policy)
-])
+])  # fmt: skip
 def test_kl_estimate_expected_gradient(estimator, expected):
     """policy (.5, .5), reference (.9, .1), with respect to logit 0, for which log p moves by +.5 and -.5."""
     logits = torch.zeros(1, 2, requires_grad=True)
@@ -141,7 +165,7 @@ def test_kl_estimate_works_in_float32():
     ("k1", -100.0),         # -100 - 0
     ("k2", 5000.0),         # 100**2 / 2
     ("k3", 485165174.41),   # the exponent stops at 20: e**20 - 1 - 20 = 485165195.41 - 21, not inf
-])
+])  # fmt: skip
 def test_kl_estimate_of_a_huge_log_ratio_is_finite(estimator, expected):
     logprobs = t([[-100.0]]).requires_grad_()
     kl = common.kl_estimate(logprobs, t([[0.0]]), estimator)
@@ -154,7 +178,7 @@ def test_kl_estimate_of_a_huge_log_ratio_is_finite(estimator, expected):
 @pytest.mark.parametrize("temperature, expected", [
     (1.0, [-0.4076060, -2.4076060]),  # -ln(1 + e**-1 + e**-2) = -ln(1.5032147), and 2 less
     (0.5, [-0.1429316, -4.1429316]),  # -ln(1 + e**-2 + e**-4) = -ln(1.1536509), and 4 less
-])
+])  # fmt: skip
 def test_token_logprobs(temperature, expected, dtype):
     """Logits (2, 1, 0), the tokens 0 and 2: shape (1, 2, 3) becomes (1, 2), float32 whatever came in."""
     logits = t([[[2, 1, 0], [2, 1, 0]]]).to(dtype)
@@ -173,14 +197,27 @@ def test_token_logprobs_picks_by_row_and_column_and_carries_the_temperature_into
 
 # --- reinforce, rloo ---
 
+
 @pytest.mark.parametrize("gamma, expected", [
     (1.0, [[6, 5, 3], [3, 2, 0]]),         # 1 + 2 + 3, 2 + 3, 3; 1 + 2, 2
     (0.5, [[2.75, 3.5, 3], [2, 2, 0]]),    # 3; 2 + .5 * 3; 1 + .5 * 3.5; then 2; 1 + .5 * 2
     (0.0, [[1, 2, 3], [1, 2, 0]]),
-])
+])  # fmt: skip
 @pytest.mark.parametrize("pad", [9.0, *BAD])
 def test_rewards_to_go(gamma, expected, pad):
     close(reinforce.rewards_to_go(t([[1, 2, 3], [1, 2, pad]]), t([[1, 1, 1], [1, 1, 0]]), gamma), t(expected))
+
+
+@pytest.mark.parametrize("hole", [9.0, 0.0, *BAD])
+@pytest.mark.parametrize("gamma, expected", [
+    (1.0, [[6, 5, 5, 5, 3], [3, 3, 2, 2, 0]]),           # as above, with holes: a tool's tokens pay nothing ...
+    (0.5, [[2.75, 3.5, 3.5, 3.5, 3], [2, 2, 2, 2, 0]]),  # ... and cost no discount; trap, .5 ** 3 before 3.5: 1.4375
+    (0.0, [[1, 2, 2, 2, 3], [1, 1, 2, 2, 0]]),
+])  # fmt: skip
+def test_rewards_to_go_pass_over_holes(gamma, expected, hole):
+    """In a hole stands what comes next, so that the first column is the return of the row, whoever wrote first."""
+    rewards = t([[1, hole, hole, 2, 3], [hole, 1, hole, 2, hole]])
+    close(reinforce.rewards_to_go(rewards, t([[1, 0, 0, 1, 1], [0, 1, 0, 1, 0]]), gamma), t(expected))
 
 
 @pytest.mark.parametrize("script", [reinforce, rloo])
@@ -189,7 +226,7 @@ def test_rewards_to_go(gamma, expected, pad):
     ([1, -1], -2.0, [[-0.5, -0.5], [0.5, 0.5]]),                # -w * A
     # -.5 * (1 * -1 + 0 * -2 - 1 * -3 + 2 * -4) = -.5 * -6
     ([[1, 0], [-1, 2]], 3.0, [[-0.5, 0.0], [0.5, -1.0]]),
-])
+])  # fmt: skip
 def test_policy_loss_without_a_ratio(script, advantages, loss, grad):
     got, got_grad, _ = step(script.policy_loss, t([[-1, -2], [-3, -4]]), t(advantages), torch.full((2, 2), 0.5))
     close(got, loss)
@@ -201,12 +238,13 @@ def test_policy_loss_without_a_ratio(script, advantages, loss, grad):
     ([1, 0, 0, 0, 2, 4, 6, 8], 4, [1, -1 / 3, -1 / 3, -1 / 3, -4, -4 / 3, 4 / 3, 4]),
     ([1, 1, 0, 0], 2, [0, 0, 0, 0]),   # trap: neighbours are one group; paired 1st with 3rd it would be +-1
     ([1, 1, 1, 0, 0, 0, 0, 0], 8, [5 / 7] * 3 + [-3 / 7] * 5),  # 1 - 2/7, 0 - 3/7
-])
+])  # fmt: skip
 def test_leave_one_out_advantages(rewards, group_size, expected):
     close(rloo.leave_one_out_advantages(t(rewards), group_size), t(expected))
 
 
 # --- ppo ---
+
 
 @pytest.mark.parametrize("rewards, values, gamma, gae_lambda, advantages, returns", [
     # lambda 0 is the TD error, r + next V - V: 0 + .4 - .2, .5 + .6 - .4, 1 - .6
@@ -223,7 +261,7 @@ def test_leave_one_out_advantages(rewards, group_size, expected):
     ([0, 1], [0.5, 0.5], 1.0, 0.95, [0.475, 0.5], [0.975, 1.0]),  # .95 * .5; trap, a state after the stop: .4655, .49
     ([0, 1], [0.3, 0.4], 1.0, 1.0, [0.7, 0.6], [1.0, 1.0]),       # 1 - .3, 1 - .4
     ([0.0], [0.5], 1.0, 0.95, [-0.5], [0.0]),                     # one token: 0 - .5
-])
+])  # fmt: skip
 def test_gae(rewards, values, gamma, gae_lambda, advantages, returns):
     got = ppo.gae(t([rewards]), t([values]), torch.ones(1, len(values)), gamma, gae_lambda)
     close(got[0], t([advantages]))
@@ -242,6 +280,25 @@ def test_gae_ends_at_the_last_completion_token(pad):
     close(returns, t([[0.96575, 0.985, 1.0, 0, 0], [0.9524381, 0.9709875, 0.98525, 0.995, 1.0], [0] * 5]))
 
 
+@pytest.mark.parametrize("hole", [9.0, 0.0, *BAD])
+@pytest.mark.parametrize("mask, values, rewards, gamma, gae_lambda, advantages, returns", [
+    # 1 - .5; 0 + .5 - .5 + .5 * .5; 0 + .5 * .25. Trap, a hole as a value of 0: .5, (.75), -.5 + .375, -.0625
+    ([1, 1, 0, 1], [0.5, 0.5, None, 0.5], [0, 0, None, 1], 1.0, 0.5, [0.125, 0.25, 0, 0.5], [0.625, 0.75, 0, 1.0]),
+    # test_gae's (.2, .4, .6) with gamma and lambda .5, cut in two ways: no discount for what a tool has written
+    ([1, 0, 0, 1, 1], [0.2, None, None, 0.4, 0.6], [0, None, None, 0.5, 1], 0.5, 0.5,
+     [0.125, 0, 0, 0.5, 0.4], [0.325, 0, 0, 0.9, 1.0]),
+    ([0, 1, 0, 1, 0, 1, 0], [None, 0.2, None, 0.4, None, 0.6, None], [None, 0, None, 0.5, None, 1, None], 0.5, 0.5,
+     [0, 0.125, 0, 0.5, 0, 0.4, 0], [0, 0.325, 0, 0.9, 0, 1.0, 0]),
+    ([0, 0, 0], [None] * 3, [None] * 3, 0.5, 0.5, [0, 0, 0], [0, 0, 0]),
+])  # fmt: skip
+def test_gae_passes_over_holes(mask, values, rewards, gamma, gae_lambda, advantages, returns, hole):
+    """What stands in a hole may be anything."""
+    values, rewards = (t([[hole if x is None else x for x in row]]) for row in (values, rewards))
+    got = ppo.gae(rewards, values, t([mask]), gamma, gae_lambda)
+    close(got[0], t([advantages]))
+    close(got[1], t([returns]))
+
+
 @pytest.mark.parametrize("x, mask, shifted, unshifted", [
     # mean 1, sample variance (1 + 1) / 1 = 2: +-1 / 1.4142136; trap, population variance: +-1
     ([[2, 0, 9, math.nan]], [[1, 1, 0, 0]], [[0.7071068, -0.7071068, 0, 0]], [[1.7071068, 0.2928932, 0, 0]]),
@@ -251,7 +308,7 @@ def test_gae_ends_at_the_last_completion_token(pad):
     # mean 1e-4, variance 2e-8, so 1e-4 / sqrt(2e-8 + 1e-8) = 1 / 1.7320508: the 1e-8 stands under the root
     ([[0, 2e-4]], [[1, 1]], [[-0.5773503, 0.5773503]], [[-0.5772503, 0.5774503]]),
     ([[3, 3, 3]], [[1, 1, 1]], [[0, 0, 0]], [[3, 3, 3]]),  # 0 / sqrt(1e-8)
-])
+])  # fmt: skip
 def test_whiten(x, mask, shifted, unshifted):
     close(ppo.whiten(t(x), t(mask)), t(shifted))
     close(ppo.whiten(t(x), t(mask), shift_mean=False), t(unshifted))
@@ -263,7 +320,7 @@ def test_whiten(x, mask, shifted, unshifted):
     (1.0, 0.0, 0.1, 0.405, 0.9, 0),    # max(.9**2 = .81, (.2 - .1)**2 = .01) / 2; 1 - .1
     (-1.0, 0.0, 0.5, 1.125, -1.5, 0),  # max(1.5**2 = 2.25, (-.2 - .5)**2 = .49) / 2; -1 - .5
     (-1.0, 0.0, -1.5, 0.845, 0.0, 1),  # max(.5**2 = .25, (-.2 + 1.5)**2 = 1.69) / 2
-])
+])  # fmt: skip
 def test_value_loss_of_one_token(value, old, target, loss, grad, clipped):
     got, got_grad, stats = step(ppo.value_loss, t([[value]]), t([[old]]), t([[target]]), t([[1.0]]), 0.2)
     close(got, loss)
@@ -277,7 +334,7 @@ def test_value_loss_is_a_weighted_sum():
     loss, grad, stats = step(ppo.value_loss, values, old, returns, t([[0.25, 0.25], [0.5, 0]]), 0.2)
     close(loss, 0.650078125)  # .25 * .845 + .25 * .9453125 + .5 * .405 = .21125 + .236328125 + .2025
     close(grad, t([[0, -0.34375], [0.45, 0]]))  # .25 * -1.375, .5 * .9
-    close(stats["value_clip_fraction"], 0.25)   # the w of case 1
+    close(stats["value_clip_fraction"], 0.25)  # the w of case 1
 
 
 @CLIPPED
@@ -293,7 +350,7 @@ def test_value_loss_is_a_weighted_sum():
     (1.5, -2, 3.0, 3.0, 0),    # -min(-3, -2.56): above the cap but A < 0, still pushed down; trap, a bare clamp: 2.56
     (5.0, -2, 10.0, 10.0, 0),  # no second clip on this side
     (1.5, 0, 0.0, 0.0, 0),
-])
+])  # fmt: skip
 def test_clipped_policy_loss_of_one_token(script, ratio, advantage, loss, grad, clipped):
     logprobs, old_logprobs = moved([[ratio]])
     got, got_grad, stats = step(script.policy_loss, logprobs, old_logprobs, t([advantage]), t([[1.0]]), 0.2, 0.28)
@@ -319,6 +376,7 @@ def test_clipped_policy_loss_of_ragged_rows(script, advantages):
 
 # --- grpo, gspo, cispo ---
 
+
 @GROUPED
 @pytest.mark.parametrize("rewards, group_size, scaled, centred", [
     # mean .25, sample variance (.5625 + 3 * .0625) / 3 = .25: .75 / .5001, -.25 / .5001; trap, population std: 1.732
@@ -330,7 +388,7 @@ def test_clipped_policy_loss_of_ragged_rows(script, advantages):
     ([1, 1, 1, 0, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5, 9], 8,
      [1.2073814] * 3 + [-0.7244288] * 5 + [-0.3535284] * 7 + [2.4746986],
      [0.625] * 3 + [-0.375] * 5 + [-0.5] * 7 + [3.5]),
-])
+])  # fmt: skip
 def test_group_advantages(script, rewards, group_size, scaled, centred):
     close(script.group_advantages(t(rewards), group_size), t(scaled))
     close(script.group_advantages(t(rewards), group_size, scale_by_std=False), t(centred))
@@ -345,8 +403,9 @@ def test_group_of_equal_rewards_has_no_signal(script, scale_by_std, reward):
     assert (advantages[:6] == 0).all() and (advantages[6:] != 0).all()
 
 
-@pytest.mark.parametrize("function", [rloo.leave_one_out_advantages, grpo.group_advantages, gspo.group_advantages,
-                                      cispo.group_advantages])
+@pytest.mark.parametrize(
+    "function", [rloo.leave_one_out_advantages, grpo.group_advantages, gspo.group_advantages, cispo.group_advantages]
+)
 def test_group_of_one_is_refused(function):
     with pytest.raises(ValueError):
         function(t([0.7, 0.1]), 1)
@@ -356,7 +415,7 @@ def test_group_of_one_is_refused(function):
     # A = 1. s = e**((.1 + .3) / 2) = e**.2, each token gets -s / 2; traps: the sum e**.4 = 1.4918, no 1/2 -1.2214
     ([0.1, 0.3], 1.2214028, -0.6107014),
     ([0.01] * 500, 1.0100502, -0.0020201),  # e**.01, -s / 500; trap: the sum e**5 = 148.4
-])
+])  # fmt: skip
 def test_gspo_ratio_of_a_sequence(log_ratios, ratio, grad):
     logprobs, weights = t([log_ratios]), torch.full((1, len(log_ratios)), 1 / len(log_ratios))
     loss, got_grad, stats = step(gspo.policy_loss, logprobs, torch.zeros_like(logprobs), t([1.0]), weights, 0.5, 0.5)
@@ -372,10 +431,10 @@ def test_gspo_of_ragged_rows(advantages):
     log_ratios, mask = t([[0.2, 0.4, 5.0, 5.0], [-0.1] * 4]), t([[1, 1, 0, 0], [1, 1, 1, 1]])
     weights = common.loss_weights(mask, "sequence")
     loss, grad, stats = step(gspo.policy_loss, log_ratios, torch.zeros(2, 4), t(advantages), weights, 0.2, 0.2)
-    close(loss, -0.1475813)                                # (-1.2 + .9048374) / 2
-    close(grad, t([[0] * 4, [0.1131047] * 4]))             # the first row is clipped; .9048374 / (4 * 2)
-    close(stats["clip_fraction"], 0.5)                     # one of two sequences
-    close(stats["ratio_mean"], 1.1273481)                  # (1.3498588 + .9048374) / 2
+    close(loss, -0.1475813)  # (-1.2 + .9048374) / 2
+    close(grad, t([[0] * 4, [0.1131047] * 4]))  # the first row is clipped; .9048374 / (4 * 2)
+    close(stats["clip_fraction"], 0.5)  # one of two sequences
+    close(stats["ratio_mean"], 1.1273481)  # (1.3498588 + .9048374) / 2
 
 
 def test_gspo_of_as_many_rows_as_tokens():
@@ -396,7 +455,7 @@ def test_gspo_of_as_many_rows_as_tokens():
     (math.log(1.5), 2, -2.56, 0.0, 1),   # 1.28 * 2
     (math.log(0.5), -2, 1.6, 0.0, 1),    # .8 * 2
     (math.log(1.5), -2, 3.0, 1.5, 0),
-])
+])  # fmt: skip
 def test_gspo_clips_whole_sequences(log_ratio, advantage, loss, grad, clipped):
     logprobs, weights = t([[log_ratio + 1, log_ratio - 1]]), t([[0.5, 0.5]])  # only the mean of the two counts
     got, got_grad, stats = step(gspo.policy_loss, logprobs, torch.zeros(1, 2), t([advantage]), weights, 0.2, 0.28)
@@ -414,7 +473,7 @@ def test_gspo_clips_whole_sequences(log_ratio, advantage, loss, grad, clipped):
     (0.1, -1, 0.2, 0.28, 0.8, 1),
     (4.5, 1, 1.0, 4.0, 4.5, 0),     # 1 + 4 = 5 is the cap
     (6.0, 1, 1.0, 4.0, 5.0, 1),
-])
+])  # fmt: skip
 def test_cispo_weight(ratio, advantage, clip_low, clip_high, weight, clipped):
     """At log p = -1 the loss is -weight * A * -1 and its gradient -weight * A: never 0 from clipping."""
     logprobs, old_logprobs, weights = t([[-1.0]]), t([[-1 - math.log(ratio)]]), t([[1.0]])
@@ -444,16 +503,18 @@ LOGPROBS = t([[-1.0, -2.0, -0.5], [-0.7, 7, 7], [-1.2, -0.1, 7], [7, 7, 7]])
 OLD_LOGPROBS = t([[-1.1, -1.5, -0.9], [-1.3, 7, 7], [-1.0, -0.4, 7], [7, 7, 7]])
 ADVANTAGES = t([[1.0, 1.0, 1.0], [-2.0, 7, 7], [0.5, 0.5, 7], [7, 7, 7]])
 PLAIN = {"logprobs": LOGPROBS, "advantages": ADVANTAGES, "weights": WEIGHTS}
-RATIO = {"logprobs": LOGPROBS, "old_logprobs": OLD_LOGPROBS, "advantages": ADVANTAGES, "weights": WEIGHTS,
-         "clip_low": 0.2, "clip_high": 0.2}
+OLD = {"logprobs": LOGPROBS, "old_logprobs": OLD_LOGPROBS}
+RATIO = OLD | {"advantages": ADVANTAGES, "weights": WEIGHTS, "clip_low": 0.2, "clip_high": 0.2}
 VALUE = {"values": LOGPROBS, "old_values": OLD_LOGPROBS, "returns": ADVANTAGES, "weights": WEIGHTS, "clip": 0.2}
 KL = {"logprobs": LOGPROBS, "ref_logprobs": OLD_LOGPROBS}
+# fmt: off
 LOSSES = {
     "reinforce": (reinforce.policy_loss, PLAIN), "rloo": (rloo.policy_loss, PLAIN),
     "ppo": (ppo.policy_loss, RATIO), "grpo": (grpo.policy_loss, RATIO),
     "gspo": (gspo.policy_loss, RATIO), "cispo": (cispo.policy_loss, RATIO),
     "value": (ppo.value_loss, VALUE),
 }
+# fmt: on
 MASKED = {
     "masked_mean": (common.masked_mean, {"x": LOGPROBS, "mask": MASK}),
     "masked_mean_of_rows": (common.masked_mean, {"x": LOGPROBS, "mask": MASK, "dim": 1}),
@@ -464,16 +525,26 @@ MASKED = {
 }
 OTHERS = {
     **{f"kl_{kind}": (common.kl_estimate, {**KL, "estimator": kind}) for kind in ("k1", "k2", "k3")},
-    "token_logprobs": (common.token_logprobs,
-                       {"logits": LOGPROBS[None], "ids": torch.tensor([[0, 1, 2, 0]]), "temperature": 0.5}),
+    "token_logprobs": (
+        common.token_logprobs,
+        {"logits": LOGPROBS[None], "ids": torch.tensor([[0, 1, 2, 0]]), "temperature": 0.5},
+    ),
     "leave_one_out": (rloo.leave_one_out_advantages, {"rewards": t([1, 0, 2, 2]), "group_size": 2}),
-    **{f"loss_weights_{how}": (common.loss_weights, {"mask": MASK, "aggregation": how, "max_new_tokens": 8})
-       for how in AGGREGATIONS},
-    **{f"group_advantages_{script.__name__}": (script.group_advantages, {"rewards": t([1, 0, 2, 2]), "group_size": 2})
-       for script in (grpo, gspo, cispo)},
+    **{
+        f"loss_weights_{how}": (common.loss_weights, {"mask": MASK, "aggregation": how, "max_new_tokens": 8})
+        for how in AGGREGATIONS
+    },
+    **{
+        f"group_advantages_{script.__name__}": (script.group_advantages, {"rewards": t([1, 0, 2, 2]), "group_size": 2})
+        for script in (grpo, gspo, cispo)
+    },
 }
-SPOILED = [(name, key) for name, (_, args) in {**LOSSES, **MASKED}.items() for key, value in args.items()
-           if torch.is_tensor(value) and key not in ("mask", "weights")]
+SPOILED = [
+    (name, key)
+    for name, (_, args) in {**LOSSES, **MASKED}.items()
+    for key, value in args.items()
+    if torch.is_tensor(value) and key not in ("mask", "weights")
+]
 
 
 def flat(result):
@@ -494,17 +565,21 @@ def outcome(function, args, leaves):
 
 
 @pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("name, key", SPOILED)
-def test_what_stands_under_the_mask_reaches_no_value_and_no_gradient(name, key, bad):
-    function, args = {**LOSSES, **MASKED}[name]
+def test_what_stands_under_the_mask_reaches_no_value_and_no_gradient(name, key, holes, bad):
+    mask, (function, args) = MASK, {**LOSSES, **MASKED}[name]
+    if holes:  # in the middle of row 1, and before row 3
+        mask = t([[1, 0, 1], [1, 0, 0], [0, 1, 0], [0, 0, 0]])
+        args = args | ({"mask": mask} if "mask" in args else {"weights": args["weights"] * mask})
     leaves = [k for k, v in args.items() if torch.is_tensor(v) and k not in ("mask", "weights")]
     clean, clean_grads = outcome(function, args, leaves)
-    spoiled, spoiled_grads = outcome(function, {**args, key: args[key].masked_fill(MASK == 0, bad)}, leaves)
+    spoiled, spoiled_grads = outcome(function, {**args, key: args[key].masked_fill(mask == 0, bad)}, leaves)
     assert all(x.isfinite().all() for x in clean + clean_grads) and len(clean_grads) == len(spoiled_grads)
-    for one, other in zip(clean + clean_grads, spoiled + spoiled_grads):
+    for one, other in zip(clean + clean_grads, spoiled + spoiled_grads, strict=True):
         assert torch.equal(one, other)
     for grad in spoiled_grads:
-        assert (grad[MASK == 0] == 0).all()
+        assert (grad[mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *MASKED, *OTHERS])
@@ -570,5 +645,6 @@ def test_only_the_trained_tensor_gets_a_gradient_and_stats_get_none(name):
 @pytest.mark.parametrize("name", MASKED)
 def test_a_mask_may_be_of_any_type(name, dtype):
     function, args = MASKED[name]
-    for one, other in zip(flat(function(**args)), flat(function(**{**args, "mask": MASK.to(dtype)}))):
+    typed = function(**{**args, "mask": MASK.to(dtype)})
+    for one, other in zip(flat(function(**args)), flat(typed), strict=True):
         close(one, other)

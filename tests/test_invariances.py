@@ -1,18 +1,23 @@
-"""What must not matter, does not: each script's first optimizer step, taken through its own main() with the sampled batch changed."""
+"""What must not matter, does not: each script's first step, through its own main(), with the sampled batch changed."""
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
-
-import common
+from test_loops import each, logprobs_of, with_a_tool
 from test_models import RAGGED, prompts_of, random_model
 from test_scripts import SCRIPTS, train
 
+import common
+
+CPU = torch.device("cpu")
 EVERY = pytest.mark.parametrize("name", SCRIPTS)
 PLAIN = {}  # each script's first step as it is, with which most tests compare
-REWARD = "def score(prompts, completions, rows):\n    return [len(c) + 0.1 * len(p) + (c[:1] == '1') for p, c in zip(prompts, completions)]\n"
+REWARD = """def score(prompts, completions, rows):
+    return [len(c) + 0.1 * len(p) + (c[:1] == "1") for p, c in zip(prompts, completions)]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +27,16 @@ def tokenizer():
 
 @pytest.fixture
 def first_step(tmp_path, monkeypatch):
-    """first_step(name, change, **options) -> the gradient of the first optimizer step and the metrics, with change(batch) after sampling."""
+    """first_step(name, change, **options): the gradient of the first step and the metrics, after change(batch)."""
     prompts = ["1+1=", "12+30=", "5+77=", "60+18=", "9+9="]
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (tmp_path / "reward.py").write_text(REWARD)
+    generate = common.generate
 
     def run(name, change=None, **options):
         if (is_plain := change is None and not options) and name in PLAIN:
             return PLAIN[name]
-        gradients, generate = [], common.generate
+        gradients = []
 
         class Descent(torch.optim.SGD):
             def __init__(self, params, lr, weight_decay, fused):
@@ -44,14 +50,14 @@ def first_step(tmp_path, monkeypatch):
             return change(batch) if change and key[1] == "sample" else batch
 
         for saving in ("save_checkpoint", "save_model"):  # nobody looks at what is saved
-            monkeypatch.setattr(SCRIPTS[name], saving, lambda *_: None)
-        monkeypatch.setattr(SCRIPTS[name], "generate", changed)
+            monkeypatch.setattr(common, saving, lambda *_: None)
+        monkeypatch.setattr(common, "generate", changed)
         monkeypatch.setattr(torch.optim, "AdamW", Descent)
-        given = {"num_prompts": 4, "group_size": 4, "num_steps": 1, "minibatch_size": None, "kl_coef": 0.1, "max_grad_norm": 1e9}
-        given |= {"dataset": str(tmp_path / "few.jsonl"), "max_new_tokens": 8}
+        given = {"num_prompts": 4, "group_size": 4, "num_steps": 1, "minibatch_size": 0, "kl_coef": 0.1}
+        given |= {"dataset": str(tmp_path / "few.jsonl"), "max_new_tokens": 8, "max_grad_norm": 1e9}
         given["reward_fn"] = (f"{tmp_path}/reward.py:score",)
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        metrics = train(name, folder, **given | options)[1]
+        (metrics,) = train(name, folder, **given | options)
         found = gradients[0], {k: v for k, v in metrics.items() if not k.startswith(("time", "tokens_per"))}
         return PLAIN.setdefault(name, found) if is_plain else found
 
@@ -72,7 +78,8 @@ def test_the_order_of_groups_and_of_rows_in_a_group(name, first_step):
 @EVERY
 def test_the_width_of_the_padding_and_what_it_holds(name, first_step):
     def widened(batch):
-        beyond = torch.arange(batch["input_ids"].shape[1] + 9) >= (batch["prompt_length"] + batch["mask"].sum(1))[:, None]
+        end = batch["prompt_length"] + batch["length"]
+        beyond = torch.arange(batch["input_ids"].shape[1] + 9) >= end[:, None]
         batch["input_ids"] = torch.nn.functional.pad(batch["input_ids"], (0, 9)).masked_fill(beyond, 77)
         batch["mask"] = torch.nn.functional.pad(batch["mask"], (0, 9))
         garbage = torch.tensor([math.nan, math.inf, -math.inf]).repeat(9)[: batch["mask"].shape[1]]
@@ -89,17 +96,65 @@ def test_the_microbatch_budget(name, first_step):
 
 
 @EVERY
+def test_the_microbatch_budget_and_who_shares_a_prompt_where_a_tool_has_written(name, first_step, tokenizer):
+    """Rows with holes: all at once with their prompts shared, a few at a time, and each with a prompt of its own."""
+    policy = common.load_policy("tiny/policy", CPU, torch.float32)
+
+    def with_tool(batch):
+        return with_a_tool(policy, tokenizer, batch, batch["prompts"][::4], 4, 1.0, key=(name,))
+
+    def apart(batch):
+        return with_tool(batch) | {"prompt_id": torch.arange(16)}
+
+    found = first_step(name, with_tool)
+    same(found, first_step(name, with_tool, microbatch_tokens=60))
+    same(found, first_step(name, apart))
+    assert not torch.allclose(found[0], first_step(name)[0])
+
+
+@EVERY
+def test_a_tool_that_writes_first_is_a_longer_prompt(name, first_step, tokenizer):
+    """The policy reads the same tokens and has chosen the same, so it learns the same."""
+    rng = torch.Generator().manual_seed(0)
+    written = torch.randint(18, 28, (16, 3), generator=rng).tolist()
+    policy = common.load_policy("tiny/policy", CPU, torch.float32)
+
+    def with_tool(batch, is_prompt):
+        starts = batch["prompt_length"].tolist()
+        own = [row[s : s + n] for row, s, n in each(batch["input_ids"].tolist(), starts, batch["length"].tolist())]
+        prompts = batch["prompts"]
+        with torch.no_grad():
+            pairs = each(prompts, written, own)
+            logprobs = [logprobs_of(policy, prompt.ids + tool, row, 1.0)[0] for prompt, tool, row in pairs]
+        if is_prompt:
+            longer = [prompt._replace(ids=prompt.ids + tool) for prompt, tool in each(prompts, written)]
+            masks = None
+        else:
+            longer, masks = prompts, [[0] * 3 + [1] * len(row) for row in own]
+            own = [tool + row for tool, row in each(written, own)]
+            logprobs = [[math.nan] * 3 + row for row in logprobs]
+        given = tokenizer, longer, 1, own, logprobs, batch["truncated"].tolist(), masks
+        return common.collate(*given) | {"prompts": prompts, "completions": batch["completions"]}
+
+    in_prompt, in_completion = (first_step(name, partial(with_tool, is_prompt=x)) for x in (True, False))
+    same(in_prompt, in_completion)
+
+
+@EVERY
 def test_the_reference_and_the_old_policy_are_different_things(name, first_step, monkeypatch):
     """With a reference that is another model only the KL moves; the ratio still starts at 1 and nothing is clipped."""
 
+    load_reference = common.load_reference
+
     def other_reference(*args):
-        model = common.load_reference(*args)
+        model = load_reference(*args)
         for p in model.parameters():
             p.data *= 1.2
         return model
 
-    (gradient, metrics), options = first_step(name), {"num_epochs": 2 if hasattr(SCRIPTS[name].Args, "clip_low") else 1}
-    monkeypatch.setattr(SCRIPTS[name], "load_reference", other_reference)
+    gradient, metrics = first_step(name)
+    options = {"num_epochs": 2 if hasattr(SCRIPTS[name].Args, "clip_low") else 1}
+    monkeypatch.setattr(common, "load_reference", other_reference)
     moved_gradient, moved = first_step(name, **options)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and moved["kl"] > 0.01
     assert not torch.allclose(gradient, moved_gradient)
@@ -108,8 +163,8 @@ def test_the_reference_and_the_old_policy_are_different_things(name, first_step,
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "gspo", "cispo"])
 def test_a_second_group_beside_the_first(name, first_step):
-    """The first group's share of the gradient is what it gets alone, halved: another group only adds to it. (CISPO: per sequence.)"""
-    options = {} if name == "rloo" else {"aggregation": "sequence"}
+    """The first group's share of the gradient is what it gets alone, halved: another group only adds to it."""
+    options = {} if name == "rloo" else {"aggregation": "sequence"}  # in CISPO by default over all tokens
     first, second = (lambda batch, n=n: common.select(batch, torch.arange(n, n + 4)) for n in (0, 4))
     alone, other = (first_step(name, keep, num_prompts=2, **options)[0] for keep in (first, second))
     together = first_step(name, num_prompts=2, **options)[0]
@@ -118,7 +173,7 @@ def test_a_second_group_beside_the_first(name, first_step):
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma2"])
 def test_who_shares_the_batch(tokenizer, family):
-    """Sampling pads prompts on the left, scoring pads rows on the right: neither moves a completion or its log-probabilities."""
+    """Sampling pads prompts on the left, scoring pads rows on the right: neither moves a completion or its numbers."""
     model = random_model(family)
     together = common.generate(model, tokenizer, RAGGED, 2, 16, 1.0, key=(0, 1))
     padded = common.logprobs_of(model, 1.0, together)
@@ -142,10 +197,11 @@ def test_at_another_temperature_the_ratio_starts_at_one(name, first_step):
 
 @EVERY
 def test_the_correction_for_another_sampler(name, first_step):
-    """Off or where the sampler is exact it changes nothing; of a sampler whose log-probabilities are off it weighs the tokens, up to the cap."""
+    """Off or where the sampler is exact it changes nothing; of one that is off it weighs the tokens, up to the cap."""
 
     def other_sampler(batch):
-        batch["logprobs"] = batch["logprobs"] - torch.tensor([0.3, -0.4])[torch.arange(batch["mask"].shape[1]) % 2] * batch["mask"]
+        error = torch.tensor([0.3, -0.4])[torch.arange(batch["mask"].shape[1]) % 2]
+        batch["logprobs"] = batch["logprobs"] - error * batch["mask"]
         return batch
 
     plain = first_step(name, kl_coef=0.0)

@@ -1,18 +1,20 @@
-"""Families of models, tiny and random: what is sampled is what is trained, and every script runs on them from folder to folder."""
+"""Families of tiny random models: what is sampled is what is trained, and every script runs on them."""
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from test_scripts import FEW, SCRIPTS, train
 from transformers import AutoModelForCausalLM
 
 import common
 from common import Prompt
-from test_scripts import FEW, SCRIPTS, train
 
 CPU = torch.device("cpu")
+POLICY = SimpleNamespace(device=CPU, compute_dtype=torch.float32)  # what the loaders ask of a policy
 GROUPED = {"num_key_value_heads": 2, "intermediate_size": 64}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
@@ -47,7 +49,7 @@ def random_model(family="Llama", vocab_size=512, seed=0, **options):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data *= 12 if parameter.dim() > 1 else 1
-    return common.prepare(model, CPU, torch.float32, trainable=True)
+    return common.prepare(model, torch.float32, trainable=True)
 
 
 def prompts_of(*ids):
@@ -80,34 +82,39 @@ def test_log_probabilities_as_sampled_equal_the_scoring_pass(tokenizer, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_model_holds_its_matrices_in_the_passes_dtype_and_gives_the_same_numbers(family):
-    trained = common.prepare(random_model(family), CPU, torch.bfloat16, trainable=True)
+    trained = common.prepare(random_model(family), torch.bfloat16, trainable=True)
     ids = torch.arange(3, 35).view(2, 16)
-    frozen = common.prepare(copy.deepcopy(trained), CPU, torch.bfloat16, trainable=False)
+    frozen = common.prepare(copy.deepcopy(trained), torch.bfloat16, trainable=False)
     with torch.no_grad(), common.autocast(trained):
         assert torch.equal(trained(ids).logits, frozen(ids).logits)
     halved = sum(p.numel() for p in frozen.parameters() if p.dtype == torch.bfloat16)
-    assert halved >= 2 * 2 * 32 * 32 * (family != "GPT2")  # queries and output of each layer at least; GPT2 calls its own Conv1D
-    assert {p.dtype for module in frozen.modules() for p in module.parameters(False) if not isinstance(module, torch.nn.Linear)} == {torch.float32}
+    # queries and output of each layer at least; GPT2 calls its own Conv1D
+    assert halved >= 2 * 2 * 32 * 32 * (family != "GPT2")
+    others = [module for module in frozen.modules() if not isinstance(module, torch.nn.Linear)]
+    assert {p.dtype for module in others for p in module.parameters(recurse=False)} == {torch.float32}
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("family, name", [(family, list(SCRIPTS)[i % 6]) for i, family in enumerate(list(FAMILIES)[::2])])
+@pytest.mark.parametrize("family, name", [*zip(list(FAMILIES)[::2], [*SCRIPTS, *SCRIPTS], strict=False)])
 def test_a_family_goes_through_all_stages_and_comes_back_from_its_folder(tokenizer, family, name, tmp_path):
-    """Every second family, for time. Two epochs at a temperature: the ratio starts at 1 whatever dropout the config has, and what is saved is what was trained."""
+    """Every second family, for time. Two epochs at a temperature: the ratio starts at 1, whatever dropout it has."""
     random_model(family).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    options = {"model": str(tmp_path / "model"), "dataset": str(FEW / "addition.jsonl"), "eval_dataset": str(tmp_path / "few.jsonl")}
-    (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "reward.py").write_text("def score(prompts, completions, rows):\n    return [len(c) % 3 for c in completions]\n")
-    options |= {"reward_fn": (f"{tmp_path}/reward.py:score",), "num_prompts": 2, "group_size": 4, "max_new_tokens": 12, "kl_coef": 0.1}
-    still = train(name, tmp_path / "still", **options | {"num_steps": 1, "lr": 0.0, "num_epochs": 2, "temperature": 0.7})[1]
+    data, few, reward = FEW / "addition.jsonl", tmp_path / "few.jsonl", tmp_path / "reward.py"
+    few.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    reward.write_text("def score(prompts, completions, rows):\n    return [len(c) % 3 for c in completions]\n")
+    options = {"model": str(tmp_path / "model"), "dataset": str(data), "eval_dataset": str(few)}
+    options |= {"reward_fn": (f"{reward}:score",), "max_new_tokens": 12, "kl_coef": 0.1}
+    options |= {"num_prompts": 2, "group_size": 4}
+    at_rest = options | {"num_steps": 1, "lr": 0.0, "num_epochs": 2, "temperature": 0.7}
+    still = train(name, tmp_path / "still", **at_rest)[1]
     assert still["sampler_gap"] < 1e-4 and still["kl"] == pytest.approx(0, abs=1e-4)
     assert still.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-5) and still.get("clip_fraction", 0.0) == 0.0
     train(name, tmp_path / "run", **options | {"num_steps": 2, "lr": 1e-3})
     before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("model", "run/final"))
-    moved = [n for (n, a), b in zip(before.named_parameters(), after.parameters(), strict=True) if not torch.equal(a, b)]
-    assert len(moved) > 0.8 * len(list(after.parameters()))
+    moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert sum(moved) > 0.8 * len(moved)
     saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert all(saved[key] == value for key, value in config.items() if "drop" in key or key == "tie_word_embeddings")
 
@@ -115,11 +122,13 @@ def test_a_family_goes_through_all_stages_and_comes_back_from_its_folder(tokeniz
 def test_pairs_of_tokens_are_drawn_from_softmax_of_the_logits_over_temperature(tokenizer):
     """Chi-square over the first two tokens at once, with a hostile generation config that the sampler must not read."""
     model = random_model(vocab_size=60)
-    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.5, repetition_penalty=1.3, eos_token_id=1)
+    hostile = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.5, "repetition_penalty": 1.3}
+    model.generation_config.update(**hostile, eos_token_id=1)
     for temperature in (0.5, 1.0, 1.5):
         n, prompt = 20_000, [0, 7, 8]
         batch = common.generate(model, tokenizer, prompts_of(prompt), n, 2, temperature, key=(0, 1))
-        counts = torch.zeros(60, 60, dtype=torch.float64)  # over 50 tokens, a top-k that is often on by default; a completion that has ended is counted at second token 0
+        # over 50 tokens, a top-k that is often on by default; a completion that has ended counts as second token 0
+        counts = torch.zeros(60, 60, dtype=torch.float64)
         second = batch["input_ids"][:, 4] * batch["mask"][:, 1].long()
         counts.index_put_((batch["input_ids"][:, 3], second), torch.ones(n, dtype=torch.float64), accumulate=True)
         with torch.no_grad():
@@ -131,5 +140,6 @@ def test_pairs_of_tokens_are_drawn_from_softmax_of_the_logits_over_temperature(t
         rare = expected < 5
         counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
         chi2, freedom = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
-        z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5  # Wilson and Hilferty 1931
+        spread = 2 / (9 * freedom)
+        z = ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5  # Wilson and Hilferty 1931
         assert freedom > 20 and z < 3.1, (temperature, chi2, freedom)  # p > 0.001

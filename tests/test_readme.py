@@ -1,20 +1,20 @@
-"""The README's cheat sheet: its numbers are what the shipped functions give, its lines of code are those of the files."""
+"""README.md in this folder: the worked example is what the shipped functions give, and every named test exists."""
 
 import inspect
 import re
 
 import pytest
 import torch
+from test_scripts import ROOT, SCRIPTS
 
-import cispo
 import common
 import grpo
 import gspo
 import ppo
 import reinforce
 import rloo
-from test_scripts import README, ROOT, SCRIPTS
 
+README = (ROOT / "tests/README.md").read_text()
 MASK = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.float64)
 RATIO = torch.tensor([[1.1, 1.5, 0.9], [1.25, 1, 1], [0.7, 1.0, 1]], dtype=torch.float64)
 OLD = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, 0, 0], [-1.5, -0.3, 0]], dtype=torch.float64)
@@ -35,10 +35,11 @@ def advantages_of(script):
 
 
 def numbers(x):
-    """Ragged rows as the README prints them: [.9 .9 .9] [-.6] [-.3 -.3]; one number a row where it is the same for all its tokens."""
+    """Ragged rows as they are printed there: [.9 .9 .9] [-.6] [-.3 -.3]; one number where it is the same for a row."""
     if x.dim() == 1:
         return " ".join(short(v) for v in x.tolist())
-    return " ".join("[" + " ".join(short(v) for v in row[keep.bool()].tolist()) + "]" for row, keep in zip(x, MASK))
+    rows = zip(x, MASK.bool(), strict=True)
+    return " ".join("[" + " ".join(short(v) for v in row[keep].tolist()) + "]" for row, keep in rows)
 
 
 def short(value):
@@ -57,14 +58,15 @@ def example(script):
 
 
 def test_every_test_that_is_named_exists():
-    named = re.findall(r"`(\w+)::(test_\w+)", (ROOT / "tests/README.md").read_text())
-    missing = [(file, test) for file, test in named if f"def {test}(" not in (ROOT / f"tests/test_{file}.py").read_text()]
+    named = re.findall(r"`(\w+)::(test_\w+)", README)
+    files = {file: (ROOT / f"tests/test_{file}.py").read_text() for file, _ in named}
+    missing = [(file, test) for file, test in named if f"def {test}(" not in files[file]]
     assert len(named) > 80 and not missing, missing
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_row_of_the_cheat_sheet(name):
-    (row,) = re.findall(rf"^\| `{name}\.py`, `.*", README, flags=re.M)
+def test_a_row_of_the_worked_example(name):
+    (row,) = re.findall(rf"^\| `{name}\.py`, `.*", README, flags=re.MULTILINE)
     assert row.endswith("| " + example(SCRIPTS[name])), example(SCRIPTS[name])
     functions = re.findall(r"`(\w+)`: `(.*?)`(?=[ ;|])", row)
     assert functions
@@ -72,8 +74,9 @@ def test_a_row_of_the_cheat_sheet(name):
         assert line in inspect.getsource(getattr(SCRIPTS[name], function)), (function, line)
 
 
-def test_the_cheat_sheet_worked_out_by_hand():
+def test_the_worked_example_worked_out_by_hand():
     assert example(rloo) == ".90 -.60 -.30 | 0.620 | [.30 .30 .30] [-.20] [-.10 -.10] |"
     # group mean .4, sample std .529; token 2 of row 1 is past 1.2 and token 1 of row 3 below 0.8: no pull
     assert example(grpo).endswith("| [.14 0 .11] [-.31] [0 -.06] |")
-    assert example(gspo).endswith("| [0 0 0] [-.31] [0 0] |")  # 1.485^(1/3) and .7^(1/2) are outside the clip, on the side of the advantage
+    # 1.485^(1/3) and .7^(1/2) are outside the clip, on the side of the advantage
+    assert example(gspo).endswith("| [0 0 0] [-.31] [0 0] |")
