@@ -427,7 +427,6 @@ def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | Non
     "constant": sum over tokens / max_new_tokens, mean over sequences (Dr. GRPO); "sum": sum over tokens, mean over
     sequences (RLOO). A row with an empty mask carries nothing but counts as a sequence.
     """
-    mask = upcast((mask != 0).to(mask.dtype))
     if aggregation == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     if aggregation == "token":

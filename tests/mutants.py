@@ -34,7 +34,6 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", "(x.masked_fill(weights == 0, 0.0) * weights).sum(dim)", "x.masked_fill(weights == 0, 0.0).sum(dim)"),
     ("common.py", "last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)", "last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1"),
     ("common.py", "last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)", "last = mask.cumsum(1) == mask.sum(1, keepdim=True)"),
-    ("common.py", "    mask = upcast((mask != 0).to(mask.dtype))\n", ""),
     # the shift between logits and tokens, holes, temperature, entropy
     ("common.py", '- batch["prompt_length"][:, None] + 1', '- batch["prompt_length"][:, None]'),
     ("common.py", "return in_completion & mask.gather(1, predicted.clamp(0, mask.shape[1] - 1))", 'return in_completion & (predicted < batch["mask"].sum(1, keepdim=True))'),

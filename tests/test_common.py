@@ -379,10 +379,18 @@ def test_messages_need_a_chat_template_of_the_reward_model():
         reward_fn()(["a"], ["b"], [{"prompt": [{"role": "user", "content": "a"}]}])
 
 
-def test_the_reward_model_scores_text_alike_alone_and_in_a_batch():
-    fn = reward_fn(batch_tokens=30)
-    together, alone = scores_of(fn, REVIEWS), [scores_of(fn, [text])[0] for text in REVIEWS]
+def test_the_reward_model_scores_text_alike_alone_and_in_a_batch_of_the_tokens_that_fit(monkeypatch):
+    sizes, forward = [], transformers.LlamaForSequenceClassification.forward
+
+    def counted(self, input_ids, **inputs):
+        sizes.append(input_ids.shape)
+        return forward(self, input_ids=input_ids, **inputs)
+
+    monkeypatch.setattr(transformers.LlamaForSequenceClassification, "forward", counted)
+    together = scores_of(reward_fn(batch_tokens=50), REVIEWS)
+    alone, in_pieces = [scores_of(reward_fn(), [text])[0] for text in REVIEWS], sizes[: -len(REVIEWS)]
     assert together == pytest.approx(alone, abs=1e-5) and len(set(together)) == 4
+    assert max(map(math.prod, in_pieces)) <= 50 and 1 < len(in_pieces) < len(REVIEWS), in_pieces
 
 
 def test_scores_of_a_reward_model_in_bfloat16_passes_are_not_rounded_to_8_bits():
