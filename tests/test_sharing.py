@@ -126,6 +126,17 @@ def test_prompts_of_two_batches_stay_apart_when_they_are_joined(tokenizer):
     torch.testing.assert_close(scored, joined["logprobs"], atol=1e-4, rtol=0)
 
 
+def test_a_prompt_of_one_token_that_joins_a_batch_of_shared_prompts_spoils_none(tokenizer):
+    """It would put nothing into the cache, and what attention makes of no keys at all depends on the kernel."""
+    model = random_model()
+    first = common.generate(model, tokenizer, RAGGED, 3, 4, 1.0, key=(0, 1))
+    joined = common.concatenate(first, common.generate(model, tokenizer, prompts_of([5]), 3, 4, 1.0, key=(0, 2)))
+    assert "cache" in common.completion_inputs(model, model, first)[0]
+    assert "cache" not in common.completion_inputs(model, model, joined)[0]
+    scored = common.no_grad_pass(lambda micro: common.logprobs_of(model, 1.0, micro), joined, 10_000)
+    torch.testing.assert_close(scored, joined["logprobs"], atol=1e-4, rtol=0)
+
+
 # --- masks with holes ---
 
 MASKS = [  # three rows of each of RAGGED: turns with a tool in between, at the start, at the end; none; nothing else
