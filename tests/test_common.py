@@ -55,10 +55,11 @@ def test_a_completion_depends_on_its_row_and_key_alone(tokenizer):
     assert together["completions"] != other["completions"] and together["completions"][0] != together["completions"][1]
 
 
-def test_a_mask_ends_with_the_first_of_all_stop_tokens(tokenizer, monkeypatch):
+@pytest.mark.parametrize("of_generation_config", [[1, 9], [9], 9])
+def test_a_mask_ends_with_the_first_of_all_stop_tokens(of_generation_config, tokenizer, monkeypatch):
     """Stops: 1 (tokenizer) and 9 (generation config). Rows: stop at once, the second stop id, cut, exactly full."""
     model = random_model()
-    model.generation_config.eos_token_id = [1, 9]
+    model.generation_config.eos_token_id = of_generation_config
     forced = torch.tensor([[1, 5, 5, 5], [5, 9, 5, 5], [5, 6, 7, 8], [5, 6, 7, 1]])
     steps, rows_left = iter(forced.T), {4: [0, 1, 2, 3], 3: [1, 2, 3], 2: [2, 3]}  # finished rows leave in order
 
