@@ -197,8 +197,8 @@ def collate(tokenizer, prompts, group_size, ids, logprobs, truncated, masks=None
     texts = [row if cut else row[:-1] for row, cut in zip(ids, truncated, strict=True)]
     has_start = all(len(prompt.ids) > 1 for prompt in prompts)  # else there is nothing that rows could share
     masks = [[1] * len(row) for row in ids] if masks is None else masks
-    if not [*map(len, ids)] == [*map(len, logprobs)] == [*map(len, masks)]:
-        raise ValueError("ids, logprobs and masks need a number for each token of each completion")
+    if not [*map(len, ids)] == [*map(len, logprobs)] == [*map(len, masks)] or [] in ids:
+        raise ValueError("a completion has one token or more, and ids, logprobs and masks a number for each")
 
     def padded(rows, dtype: torch.dtype) -> torch.Tensor:
         return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
@@ -494,9 +494,9 @@ asked_to_stop: list[int] = []  # the signals that have come
 def launch(main: Callable, Args: type, description: str) -> None:
     """Parse the command line into Args and run main(args); an InputError ends the run with its sentence."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file shows each step as it comes
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, in_child in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
         signal.signal(number, ask_to_stop)
-        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))  # it has no step to finish
+        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # a pool works until it is ended
     if NUM_RANKS > 1:  # one rank's reward function may take its time
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))
@@ -1050,7 +1050,7 @@ def update_metrics(batch: dict, losses: dict, statistics: dict, per_update: dict
     weights, gap = sums.pop("weights"), sums.pop("sampler_gap") / (sums.pop("gap_weights") or 1.0)
     if gap > 0.5:
         what = f"log-probabilities as sampled and as trained differ by {gap:.2f} nats per token"
-        raise InputError(f"{what}: this model can't be sampled in a padded batch with a cache")
+        raise InputError(f"{what}: a sampler that is too far off, or a model for which padding or a cache goes wrong")
     metrics = {name: sums.pop(name) / updates for name in losses}
     metrics |= {name: float(value) / updates for name, value in per_update.items()} | {"sampler_gap": gap}
     metrics |= {name: value / weights for name, value in sums.items() if weights > 0}
@@ -1161,10 +1161,11 @@ class Logger:
         taken = [path for name in ("args.json", "checkpoint-*", "final") for path in self.dir.glob(name)]
         if taken and not (resume and self.dir.samefile(resume)):
             raise InputError(f"{self.dir} already holds a run; name another folder, or continue it with --resume")
-        self.dir.mkdir(parents=True, exist_ok=True)
+        with explained(f"{self.dir} can't be a run folder"):
+            self.dir.mkdir(parents=True, exist_ok=True)
         config = {"script": script, "started_in": os.getcwd()} | config
         self.track = open_tracker(track, self.dir, config, start)
-        texts = {"args.json": json.dumps(config, indent=2) + "\n"}
+        texts = {"args.json": json.dumps(config, indent=2, default=str) + "\n"}
         for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             texts[path.name] = "".join(x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= start)

@@ -104,6 +104,12 @@ def test_collate_makes_a_batch_of_anybodys_completions(tokenizer, kind):
     assert kinds[0] == kinds[1] == kinds[2]
 
 
+@pytest.mark.parametrize("ids, logprobs, masks", [([], [], []), ([5], [-1, -1], [1]), ([5, 1], [-1, -1], [1])])
+def test_collate_refuses_what_is_no_completion(tokenizer, ids, logprobs, masks):
+    with pytest.raises(ValueError, match="a completion has one token or more"):
+        common.collate(tokenizer, prompts_of([0]), 2, [[5, 1], ids], [[-1, -1], logprobs], [0, 0], [[1, 1], masks])
+
+
 def test_collate_puts_tensors_on_the_device_and_rows_of_a_one_token_prompt_apart(tokenizer):
     """Nothing of such a prompt can be read before its rows, so there is nothing to share, with any prompt beside it."""
     rows = [[50, 1]] * 4, [[-1.0, -1.0]] * 4, [False] * 4

@@ -417,13 +417,14 @@ def test_a_reward_function_may_edit_what_it_gets_import_its_neighbours_and_use_p
     assert batch["completions"] == ["ab", "abc"] and prompts[0].row == {"prompt": "p", "answer": "ab"}
 
 
-def test_a_child_of_the_run_dies_of_a_signal_as_usual(monkeypatch):
-    """What a pool of processes counts on when it ends them; only the run itself waits for its step."""
+def test_a_child_of_the_run_dies_of_sigterm_alone(monkeypatch):
+    """A pool of processes ends them so. Ctrl-C reaches them, too: they work on, for the step that is to be finished."""
     died_of = []
 
     def main(args):
         child = os.fork()
         if not child:
+            signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
         died_of.append(os.WTERMSIG(os.waitpid(child, 0)[1]))

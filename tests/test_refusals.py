@@ -262,6 +262,6 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path, capsys):
     code, text = refused(["--output-dir", str(tmp_path / "run")], capsys)
     assert code == 1 and "already holds a run" in text and listing(tmp_path) == before
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="file"):
-        run_command(["grpo.py", "--num-steps", "1", "--output-dir", str(tmp_path / "file")])
+    code, text = refused(["--num-steps", "1", "--output-dir", str(tmp_path / "file")], capsys)
+    assert code == 1 and f"{tmp_path}/file can't be a run folder: " in text
     assert (tmp_path / "file").read_text() == "mine"
