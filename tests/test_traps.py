@@ -437,6 +437,20 @@ def test_a_gradient_that_is_not_finite_stops_in_its_step_and_is_named(name, tmp_
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
 
 
+@EVERY
+def test_a_sampler_that_is_not_the_trained_model_ends_the_run_before_it_is_saved(name, tmp_path, monkeypatch):
+    sample = common.generate
+
+    def off_by_0_6(*args, **how):
+        batch = sample(*args, **how)
+        return batch | {"logprobs": batch["logprobs"] - 0.6}
+
+    monkeypatch.setattr(common, "generate", off_by_0_6)
+    with pytest.raises(InputError, match="as sampled and as trained differ by 0.60 nats per token"):
+        train(name, tmp_path / "run", **SMALL | ADDITION | {"save_every": 1})
+    assert not common.checkpoints(tmp_path / "run")
+
+
 def test_an_infinite_reward_stops_its_step(tmp_path):
     scores = "float('inf') if len(calls) == 3 else 1.0"  # evaluation, step 1, step 2
     reward = reward_file(tmp_path, scores, before="calls.append(0)")
