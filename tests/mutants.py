@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # not test_ladder.py: it would see that two scripts differ, which is no proof that a test knows what is right
 FAST_FIRST = ["functions", "sharing", "oracles", "enumeration", "common", "loops"]
-FAST_FIRST += ["traps", "invariances", "jobs", "models", "faults", "scripts"]
+FAST_FIRST += ["traps", "invariances", "jobs", "models", "refusals", "faults", "scripts"]
 SCRIPTS = ("reinforce.py", "rloo.py", "ppo.py", "grpo.py", "gspo.py", "cispo.py")
 CLIPPED = ("ppo.py", "grpo.py", "gspo.py")
 GROUPED = ("grpo.py", "gspo.py", "cispo.py")

@@ -6,6 +6,7 @@ everything else exits with 1. Only what is wrong in one's own reward function ke
 
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -167,7 +168,8 @@ THINGS = [  # BAD is the folder above
     ("--reward-fn BAD/text.py:score", "reward score returned ['good', 'good'"),
     ("--reward-fn exact_match --dataset BAD/noanswer.jsonl", 'needs a column "answer"'),
     ("--reward-fn exact_match --dataset BAD/nullanswer.jsonl", 'needs a column "answer"'),
-    ("--reward-fn math_answer --dataset BAD/word.jsonl", "math_answer can't judge the answer 'east'"),
+    ("--reward-fn math_answer --dataset BAD/word.jsonl",
+     "math_answer can't judge the answer 'east'" if find_spec("math_verify") else "pip install math_verify"),
     ("--reward-fn exact_match --dataset BAD/listanswer.jsonl", 'needs a column "answer"'),
     ("--dataset BAD/empty.csv", 'empty.csv row 1 has no "prompt"'),
     ("--model BAD/chatty --dataset BAD/parts.jsonl", "parts.jsonl line 1 has no"),
