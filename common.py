@@ -717,7 +717,7 @@ def load_policy(path, device, dtype, checkpoint=None, lora_rank=0, gradient_chec
     """
     for folder, wanted in ((path, 0), (checkpoint or path, lora_rank if checkpoint else 0)):
         config = Path(locate(folder)) / "adapter_config.json"
-        if (found := json.loads(config.read_text())["r"] if config.is_file() else 0) != wanted:
+        if (found := json.loads(config.read_text()).get("r", "?") if config.is_file() else 0) != wanted:
             raise InputError(f"{folder} is an adapter of rank {found}, not {wanted} (0: a whole model; merge it first)")
     model = load_model(transformers.AutoModelForCausalLM, path if lora_rank else checkpoint or path)
     model = prepare(model, dtype, not lora_rank, gradient_checkpointing)
@@ -822,7 +822,7 @@ def load_reward_fn(spec: str) -> Callable:
         return {"exact_match": exact_match, "math_answer": math_answer}[spec]
     path, _, name = spec.rpartition(":")
     file = Path(locate(path)).resolve()
-    if not file.is_file():
+    if not file.is_file() or file.suffix != ".py":
         raise InputError(f"--reward-fn {spec} is neither exact_match, math_answer nor path/to/file.py:function")
     sys.path.append(str(file.parent))  # as any script, it may import its neighbours
     found = importlib.util.spec_from_file_location(re.sub(r"\W", "_", str(file)), file)

@@ -55,7 +55,8 @@ def bad(tmp_path_factory):
         "dict.py": "def score(prompts, completions, rows):\n    return {str(i): 1.0 for i, _ in enumerate(rows)}\n",
         "scalar.py": "import torch\ndef score(prompts, completions, rows):\n    return torch.tensor(1.0)\n",
         "corrupt/args.json": RUN, "corrupt/checkpoint-3/state.pt": "no zip", "corrupt/checkpoint-old/state.pt": "",
-        "hollow/args.json": RUN, "hollow/checkpoint-3/state.pt": "", "adapter/adapter_config.json": '{"r": 8}',
+        "hollow/args.json": RUN, "hollow/checkpoint-3/state.pt": "",
+        "rankless/adapter_config.json": "{}", "adapter/adapter_config.json": '{"r": 8}',
         "run/args.json": RUN, "torn/args.json": '{"script": "gr', "list/args.json": "[]",
         "other/args.json": RUN.replace("grpo", "rloo"), "older/args.json": '{"script": "grpo"}',
         "moved/args.json": RUN.replace(str(ROOT), "/nowhere/at/all"), "noscript/args.json": "{}",
@@ -68,6 +69,7 @@ def bad(tmp_path_factory):
     (folder / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (folder / "binary.jsonl").write_bytes(bytes(range(256)))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny/policy")
+    tokenizer.save_pretrained(folder / "rankless")
     for name, model in (
         ("two-labels", LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=2))),
         ("no-tokenizer", LlamaForCausalLM(LlamaConfig(**SHAPE))),
@@ -159,6 +161,8 @@ THINGS = [  # BAD is the folder above
     ("--reward-model BAD/nothere", "nothere"), ("--reward-model BAD/two-labels", "two-labels"),
     ("--reward-model tiny/policy", "score.weight"), ("--reward-fn nonsense", "--reward-fn nonsense is neither"),
     ("--reward-fn BAD/nothere.py:score", "nothere.py:score is neither"), ("--reward-fn BAD/none.py", "is neither"),
+    ("--model BAD/rankless", "rankless is an adapter of rank ?"),
+    ("--reward-fn BAD/ok.jsonl:score", "is neither exact_match"),
     ("--reward-fn BAD/none.py:grade", "none.py:grade can't be used"),
     ("--reward-fn BAD/empty.py:score", "empty.py:score can't be used"),
     ("--reward-fn BAD/imports.py:score", "no_such_package"),
