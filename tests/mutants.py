@@ -1,6 +1,6 @@
 """Does the suite catch what it should? Plausible wrong edits, each made alone in a scratch copy, and what fails.
 
-    python tests/mutants.py            # all of them, two at a time; about an hour
+    python tests/mutants.py            # all of them, two at a time; one to three hours
     python tests/mutants.py kl ppo.py  # those whose file or edit contains one of these words
 
 A mutant that no test kills is a hole in the suite; the exit status is the number of such. Not part of the default run.
