@@ -29,7 +29,6 @@ import shutil
 import signal
 import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,12 +36,14 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, NamedTuple, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
+from torch.distributed.checkpoint import state_dict as whole
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -131,6 +132,7 @@ def sample_completions(policy, prompts: list[Prompt], uniform, stops: torch.Tens
     positions, prompt_width = (attention.cumsum(1) - 1).clamp(min=0), inputs.shape[1]
     cache = DynamicCache(config=policy.config)
     cache.layers = [InPlaceLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    has_attention = any(isinstance(layer, DynamicLayer) for layer in cache.layers)  # else states have left padding out
     forward = partial(policy, cache=cache, use_cache=True, logits_to_keep=1)
     logits = forward(inputs, attention_mask=attention, position_ids=positions).logits[:, -1]
 
@@ -150,26 +152,27 @@ def sample_completions(policy, prompts: list[Prompt], uniform, stops: torch.Tens
         if left <= 0.75 * len(rows):
             cache.reorder_cache(running.nonzero()[:, 0])
             rows, ids, attention, positions, running = (x[running] for x in (rows, ids, attention, positions, running))
-        seen = attention[:, : prompt_width + t + 1]
+        seen = attention[:, : prompt_width + t + 1] if has_attention else None  # Mamba would multiply by all of it
         logits = forward(ids[:, None], attention_mask=seen, position_ids=positions + t + 1).logits[:, -1]
     cut, new_ids, logprobs = {*rows[running].tolist()}, new_ids.tolist(), logprobs.tolist()
     return [(new_ids[i][:n], logprobs[i][:n], i in cut) for i, n in enumerate(length.tolist())]
+
+
+def stop_ids(policy, tokenizer) -> list[int]:
+    ends = policy.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
 
 
 def generate(policy, tokenizer, prompts, group_size, max_new_tokens, temperature, key, most_tokens=2**15) -> dict:
     """Sample group_size completions of each Prompt: a batch (see the top of this file).
 
     key seeds a uniform number for each row and token position. A completion depends on nothing else, so prompts can be
-    sampled in pieces: as many at once as fit most_tokens tokens in the cache.
-    """
+    sampled in pieces: as many at once as fit most_tokens tokens in the cache."""
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     at_once = max(1, most_tokens // (group_size * longest))
-    uniform = torch.rand(len(prompts) * group_size, max_new_tokens, generator=generator(*key), dtype=torch.float64)
-    if policy.device.type == "mps":  # has no float64; a number rounded to 1 would draw a token of probability 0
-        uniform = uniform.float().clamp(max=1 - 2**-24)
-    ends = policy.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    stops = torch.tensor(sorted(stops), device=policy.device)
+    precision = torch.float32 if policy.device.type == "mps" else torch.float64  # which it has not
+    uniform = torch.rand(len(prompts) * group_size, max_new_tokens, generator=generator(*key), dtype=precision)
+    stops = torch.tensor(stop_ids(policy, tokenizer), device=policy.device)
 
     def sample(mine: range) -> list[tuple]:
         rows = []
@@ -180,25 +183,25 @@ def generate(policy, tokenizer, prompts, group_size, max_new_tokens, temperature
         return rows
 
     ids, logprobs, truncated = zip(*in_parts(sample, len(prompts)), strict=True)
-    batch = collate(tokenizer, prompts, group_size, ids, logprobs, truncated, device=policy.device)
-    if not policy.shares_prompts:
-        batch["prompt_id"] = torch.arange(len(ids), device=policy.device)
-    return batch
+    return collate(tokenizer, prompts, group_size, ids, logprobs, truncated, policy=policy)
 
 
-def collate(tokenizer, prompts, group_size, ids, logprobs, truncated, masks=None, device="cpu") -> dict:
-    """A batch of anybody's completions: ids, logprobs and masks hold a list or a 1-D tensor per row, truncated a bool.
-
-    Where that is False, the last id is a stop token. masks are 1 on the policy's own tokens and 0 on a tool's, where
-    logprobs may be anything; None: all are its own.
-    """
+def collate(tokenizer, prompts, group_size, ids, logprobs, truncated, masks=None, policy=None) -> dict:
+    """A batch of anybody's completions, on the policy's device: ids, logprobs and masks hold a list or a 1-D tensor per
+    row, truncated a bool. Where that is False, the last id is a stop token. masks are 1 on the policy's own tokens and
+    0 on a tool's, where logprobs may be anything; None: all are its own."""
+    device, shares_prompts = (policy.device, policy.shares_prompts) if policy else ("cpu", True)
+    shares_prompts &= all(len(prompt.ids) > 1 for prompt in prompts)  # all but the last token is read once
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     ids = [torch.as_tensor(row, dtype=torch.long).tolist() for row in ids]
-    texts = [row if cut else row[:-1] for row, cut in zip(ids, truncated, strict=True)]
-    has_start = all(len(prompt.ids) > 1 for prompt in prompts)  # else there is nothing that rows could share
     masks = [[1] * len(row) for row in ids] if masks is None else masks
     if not [*map(len, ids)] == [*map(len, logprobs)] == [*map(len, masks)] or [] in ids:
         raise ValueError("a completion has one token or more, and ids, logprobs and masks a number for each")
+    # NOTE: decoded alone, a SentencePiece text would lose its first blank, and a WordPiece one a blank or gain "##"
+    before = [prompt.ids[-16:] for prompt in prompts]
+    after = [start + (row if cut else row[:-1]) for start, row, cut in zip(before, ids, truncated, strict=True)]
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = zip(decode(before), decode(after), strict=True)
 
     def padded(rows, dtype: torch.dtype) -> torch.Tensor:
         return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
@@ -206,13 +209,13 @@ def collate(tokenizer, prompts, group_size, ids, logprobs, truncated, masks=None
     return {
         "input_ids": padded([prompt.ids + row for prompt, row in zip(prompts, ids, strict=True)], torch.long),
         "prompt_length": torch.tensor([len(prompt.ids) for prompt in prompts], device=device),
-        "prompt_id": torch.arange(len(ids), device=device) // (group_size if has_start else 1),
+        "prompt_id": torch.arange(len(ids), device=device) // (group_size if shares_prompts else 1),
         "length": torch.tensor([len(row) for row in ids], device=device),
         "mask": padded(masks, torch.float32),
         "logprobs": padded(logprobs, torch.float32),
         "truncated": torch.as_tensor(truncated, device=device),
         "prompts": prompts,
-        "completions": tokenizer.batch_decode(texts, skip_special_tokens=True),
+        "completions": [whole[len(os.path.commonprefix([start, whole])) :] for start, whole in texts],
     }
 
 
@@ -240,8 +243,13 @@ def concatenate(first: dict, second: dict) -> dict:
 
 
 def minibatches(batch: dict, num_epochs: int, minibatch_size: int, key: tuple):
-    """num_epochs passes over the batch, each in a new order, cut into minibatch_size rows (0: all; the last: fewer)."""
+    """num_epochs passes over the batch, each in a new order, cut into minibatch_size rows (0: all; the last: fewer).
+
+    Raises InputError for a number of a trained token that is not finite, of the sampler or of a model."""
     B = len(batch["mask"])
+    for name, x in batch.items():
+        if torch.is_tensor(x) and x.shape == batch["mask"].shape and not (x.isfinite() | (batch["mask"] == 0)).all():
+            raise InputError(f"{name} of a trained token are not finite")
     for epoch in range(num_epochs):
         order = torch.randperm(B, generator=generator(*key, epoch)).to(batch["mask"].device)
         for rows in order.split(minibatch_size or B):
@@ -251,19 +259,18 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int, key: tuple):
 def cut_rows(order: list[int], tokens_of: Callable, most_tokens: int, most_rows: int) -> list[list[int]]:
     """The rows, in this order, in pieces of at most most_rows rows, or tokens_of(rows) tokens; of one row at least."""
     pieces = []
-    while order:
-        counts = range(1, min(len(order), most_rows) + 1)
-        fitting = bisect_right(counts, most_tokens, key=lambda n: tokens_of(order[:n]))
-        pieces.append(order[: max(1, fitting)])
-        order = order[max(1, fitting) :]
+    for row in order:
+        if pieces and len(pieces[-1]) < most_rows and tokens_of([*pieces[-1], row]) <= most_tokens:
+            pieces[-1].append(row)
+        else:
+            pieces.append([row])
     return pieces
 
 
 def microbatches(batch: dict, microbatch_tokens: int):
     """Cut a batch into pieces of at most microbatch_tokens tokens, padding included; "rows" says where they stood.
 
-    Rows of like length go together, or those of one prompt, whichever makes fewer tokens.
-    """
+    Rows of like length go together, or those of one prompt, whichever makes fewer tokens."""
     prompt_length, length = batch["prompt_length"].tolist(), batch["length"].tolist()
     prompt = batch["prompt_id"].tolist() if "prompt_id" in batch else range(len(length))
 
@@ -279,7 +286,10 @@ def microbatches(batch: dict, microbatch_tokens: int):
     most_rows = math.ceil(len(length) / NUM_RANKS)  # so that there is work for every rank
     cuts = [cut_rows(order, tokens_of, microbatch_tokens, most_rows) for order in (by_length, by_prompt)]
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    for piece, counts in in_turn(min(cuts, key=lambda pieces: sum(map(tokens_of, pieces)))):
+    pieces = min(cuts, key=lambda pieces: sum(map(tokens_of, pieces)))
+    # all ranks run as many passes, for weights are gathered there: one without a piece gets a row that does not count
+    work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % NUM_RANKS)
+    for piece, counts in work[RANK::NUM_RANKS]:
         rows = torch.tensor(piece, device=batch["mask"].device)
         width, T = max(prompt_length[i] + length[i] for i in piece), max(length[i] for i in piece)
         cut = {k: v[:, : width if k == "input_ids" else T] if v.dim() == 2 else v for k, v in tensors.items()}
@@ -307,8 +317,7 @@ def no_grad_pass(fn: Callable, batch: dict, microbatch_tokens: int) -> torch.Ten
 def completion_positions(batch: dict) -> torch.Tensor:
     """(B, L - 1) bool: the positions whose output predicts a token under the mask; the one place of this shift.
 
-    Example: prompt a b c, completion d e. Position 2 (c) predicts d and position 3 (d) predicts e: [0, 0, 1, 1].
-    """
+    Example: prompt a b c, completion d e. Position 2 (c) predicts d and position 3 (d) predicts e: [0, 0, 1, 1]."""
     mask = batch["mask"].bool()
     predicted = torch.arange(batch["input_ids"].shape[1] - 1, device=mask.device) - batch["prompt_length"][:, None] + 1
     in_completion = (predicted >= 0) & (predicted < mask.shape[1])
@@ -337,8 +346,7 @@ class LogprobsAndEntropy(torch.autograd.Function):
     """Logits (n, V), ids (n,) -> log-probabilities of the ids, and entropies in nats, (n,) each.
 
     The gradients, one-hot(ids) - p and -p (log p + entropy) with p = softmax(logits), are written out: autograd holds
-    four (n, V) tensors at once, this two (three if the entropy is in the loss).
-    """
+    four (n, V) tensors at once, this two (three if the entropy is in the loss)."""
 
     @staticmethod
     def forward(ctx, logits, ids):
@@ -370,8 +378,7 @@ def completion_inputs(model, read: Callable, batch: dict) -> tuple[dict, torch.T
     """What the model is to read, and the positions (bool) at which it then predicts the tokens under the mask.
 
     Rows are right-padded and attention is causal: no token sees padding. Where rows share prompts, read(prompts) runs
-    each but its last token once, with gradients; the rows go on from its cache, repeated for them.
-    """
+    each but its last token once, with gradients; the rows go on from its cache, repeated for them."""
     input_ids, start = batch["input_ids"], batch["prompt_length"] - 1  # start (B,): where the first token is predicted
     prompts, prompt_of_row = batch["prompt_id"].unique(return_inverse=True) if "prompt_id" in batch else (start, None)
     if len(prompts) == len(start) or not model.shares_prompts or (start == 0).any():
@@ -425,8 +432,7 @@ def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | Non
 
     "sequence": mean over a sequence's tokens, then over sequences (GRPO); "token": mean over all tokens (DAPO);
     "constant": sum over tokens / max_new_tokens, mean over sequences (Dr. GRPO); "sum": sum over tokens, mean over
-    sequences (RLOO). A row with an empty mask carries nothing but counts as a sequence.
-    """
+    sequences (RLOO). A row with an empty mask carries nothing but counts as a sequence."""
     if aggregation == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     if aggregation == "token":
@@ -442,13 +448,12 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: s
     """Per-token estimate of KL(policy || reference) on samples of the policy (Schulman, "Approximating KL divergence").
 
     k1 and k3 are unbiased. As a loss the expected gradient of k1 is 0, of k2 that of KL(policy || reference), of k3
-    that of KL(reference || policy). k3's exponent is clamped at 20 and expm1 keeps it right near 0.
-    """
+    that of KL(reference || policy). k3's exponent is clamped at 20 and expm1 keeps it right near 0."""
     log_ratio = upcast(logprobs) - upcast(ref_logprobs)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
-        return 0.5 * log_ratio**2
+        return 0.5 * log_ratio.clamp(-1e4, 1e4) ** 2  # no gradient, not nan, for an inf or a nan that a mask hides
     if estimator == "k3":
         log_ratio = log_ratio.clamp(min=-20)
         return torch.expm1(-log_ratio) + log_ratio
@@ -464,20 +469,25 @@ def importance_weighted(weights, logprobs: torch.Tensor, sampled_logprobs: torch
 
 def at_last_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B,) -> (B, T): x on the last token under the mask of each row, 0 elsewhere."""
-    last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0)
-    return torch.where(last, x[:, None], 0.0)
+    return torch.where((mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask != 0), x[:, None], 0.0)
+
+
+def from_first(rewards: torch.Tensor) -> torch.Tensor:
+    """(..., G): rewards minus the first; exactly 0 where rounding alone tells them apart (0.1 + 0.2 and 0.3)."""
+    apart = rewards - rewards[..., :1]
+    size = rewards.abs().amax(-1, keepdim=True)
+    return apart.masked_fill(apart.abs() <= 4 * torch.finfo(rewards.dtype).eps * size, 0.0)
 
 
 def normalize(rewards: torch.Tensor) -> torch.Tensor:
     """(B,): (reward - mean) / std over the batch; sample std; exactly 0 where all rewards are equal."""
-    rewards = rewards - rewards[0]  # equal rewards leave no rounding behind
+    rewards = from_first(rewards)
     return (rewards - rewards.mean()) / (rewards.std(correction=int(len(rewards) > 1)) + 1e-8)
 
 
 def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """(N,) bool: the groups in which all rewards are equal, so that nothing can be learnt from comparing them."""
-    groups = rewards.view(-1, group_size)
-    return groups.amax(1) == groups.amin(1)
+    return (from_first(rewards.view(-1, group_size)) == 0).all(1)
 
 
 # ============================================= second half: plumbing =============================================
@@ -486,20 +496,23 @@ def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 # A script's options are the fields of its Args, and their types say what is allowed. Of their names only two are known
 # here, resume and output_dir, which make the run folder; a script may leave them out.
 
-Positive = Annotated[TypeVar("Number", int, float), "above 0"]  # any other number is 0 or more
-
+Positive = Annotated[TypeVar("Number", int, float), "above 0"]
+Share = Annotated[float, "from 0 to 1"]  # any other number is 0 or more
 asked_to_stop: list[int] = []  # the signals that have come
 
 
 def launch(main: Callable, Args: type, description: str) -> None:
     """Parse the command line into Args and run main(args); an InputError ends the run with its sentence."""
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file shows each step as it comes
-    for number, in_child in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
-        signal.signal(number, ask_to_stop)
-        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # a pool works until it is ended
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="replace")  # a log file shows each step as it comes
+        stream.write, stream.flush = (partial(if_read, fn, stream) for fn in (type(stream).write, type(stream).flush))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, ask_to_stop)
+            in_child = signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL  # a pool works until it is ended
+            os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))
     if NUM_RANKS > 1:  # one rank's reward function may take its time
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))
+        dist.init_process_group(timeout=timedelta(days=1))
     try:
         main(parsed(Args, description))
     except ModuleNotFoundError as error:  # what is optional is imported where it is used
@@ -510,26 +523,31 @@ def launch(main: Callable, Args: type, description: str) -> None:
         dist.destroy_process_group()
 
 
+def if_read(write: Callable, *args) -> None:
+    """Who reads the output may be gone: a terminal that was closed, a | tee that Ctrl-C has ended. The run goes on."""
+    with suppress(OSError):
+        write(*args)
+
+
 def ask_to_stop(number: int, frame) -> None:
     """The first signal lets the step finish, so that it can be saved; the second stops at once."""
     if asked_to_stop and NUM_RANKS == 1:  # torchrun passes on what the terminal has sent: once more is no second wish
         raise KeyboardInterrupt
     asked_to_stop.append(number)
-    say("stopping after this step, with a checkpoint; once more to stop at once", sys.stderr)
+    say(f"stopping after this step, with a checkpoint{'; once more to stop at once' * (NUM_RANKS == 1)}", sys.stderr)
 
 
 def say(text: str, file=None) -> None:
-    """Print, on rank 0. Who reads it may be gone: a terminal that was closed, a | tee that Ctrl-C has ended."""
+    """Print, on rank 0."""
     if RANK == 0:
-        with suppress(OSError):
-            print(text, file=file or sys.stdout, flush=True)
+        print(text, file=file or sys.stdout)
 
 
 def parsed(Args: type, description: str):
     """The command line. A resumed run goes on in the folder that it was started in, its options are the defaults."""
     parse = partial(tyro.cli, Args, description=description, console_outputs=RANK == 0)
     args = parse()
-    if getattr(args, "resume", None):
+    if getattr(args, "resume", None) is not None:
         run_folder = str(Path(args.resume).resolve())
         with explained(f"--resume {run_folder} can't be continued"):
             saved = dict(json.loads(Path(run_folder, "args.json").read_text()))
@@ -542,9 +560,11 @@ def parsed(Args: type, description: str):
         for name in [name for name in saved if getattr(args, name) != saved[name]]:
             say(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {saved[name]})")
     for name, kind in get_type_hints(Args, include_extras=True).items():
-        value, lowest = getattr(args, name), "above 0" if "above 0" in get_args(kind) else "0 or more"
-        if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and lowest == "0 or more")):
-            raise InputError(f"--{name.replace('_', '-')} must be {lowest}, not {value}")
+        value, rule = getattr(args, name), "from 0 to 1" if "from 0 to 1" in str(kind) else "0 or more"
+        rule = "above 0" if "above 0" in str(kind) else rule
+        most = 1 if rule == "from 0 to 1" else sys.float_info.max
+        if isinstance(value, int | float) and not (0 < value <= most or (value == 0 and rule != "above 0")):
+            raise InputError(f"--{name.replace('_', '-')} must be {rule}, not {value}")
     return args
 
 
@@ -561,7 +581,6 @@ def explained(what: str):
 # Several processes, as torchrun starts them. Each holds every batch in full and computes the same advantages from it.
 # What is split is the work, and the models' weights, gradients and optimizer state (FSDP2, arXiv:2304.11277).
 
-
 RANK = int(os.environ.get("RANK", "0"))
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -575,18 +594,11 @@ def on_every_rank(mine) -> list:
 
 
 def in_parts(fn: Callable, count: int) -> list:
-    """The lists that fn(range) gives for each rank's part of count things, joined, on every rank. A rank without a part
-    does the last thing once more, for what all ranks must do together; nobody reads what it finds."""
+    """The lists fn(range) of all ranks' parts of count things, joined. One without a part does the last, to no effect:
+    there may be work that all ranks must do together."""
     mine = range(count * RANK // NUM_RANKS, count * (RANK + 1) // NUM_RANKS)
     found = fn(mine or range(count - 1, count))
     return [thing for part in on_every_rank(found if mine else []) for thing in part]
-
-
-def in_turn(pieces: list[list[int]]) -> list[tuple[list[int], bool]]:
-    """This rank's pieces of rows, every NUM_RANKS-th, and whether they count. All ranks must run as many passes, for
-    weights are gathered and gradients summed there: one that is left without a piece gets a row that does not count."""
-    work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % NUM_RANKS)
-    return work[RANK::NUM_RANKS]
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -606,8 +618,6 @@ def placed(model, device: torch.device):
     """The model on its device or, with several ranks, spread over them: each layer is gathered when it is needed."""
     if NUM_RANKS == 1:
         return model.to(device)
-    from torch.distributed.fsdp import fully_shard  # half a second
-
     mesh = dist.init_device_mesh(device.type, (NUM_RANKS,))
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*reversed(layers), model]:
@@ -655,6 +665,8 @@ def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 def locate(path: str) -> str:
     """The absolute path, if it exists here or else beside this file (tiny/, from anywhere); or else the hub id."""
     found = [place.resolve() for place in (Path(path), Path(__file__).parent / path) if place.exists()]
+    if not found and path.startswith("tiny/"):
+        raise InputError(f"{path} is not here: copy tiny/ from the repository, or name your own model, data and reward")
     return str(found[0]) if found else path
 
 
@@ -671,6 +683,8 @@ def load_model(kind, path: str, **options):
         model, info = kind.from_pretrained(locate(path), **options)
     wrong = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     wrong |= {name for name in info["unexpected_keys"] if name.startswith("score.")}  # of a classifier
+    if getattr(config := model.config.get_text_config(), "output_router_logits", False):
+        config.output_router_logits = False  # the loss that they are for has no place here
     if wrong:
         kind = f"{type(model).__name__} ({options.get('num_labels', 'no')} label)"
         raise InputError(f"{path} is no {kind}: its weights do not fit at {', '.join(sorted(wrong)[:3])}")
@@ -710,11 +724,8 @@ def autocast(model):
 
 
 def load_policy(path, device, dtype, checkpoint=None, lora_rank=0, gradient_checkpointing=False, seed=0):
-    """A causal language model to be trained, from a folder or a hub id or, in a resumed run, from its checkpoint.
-
-    With lora_rank only a low-rank adapter is trained (LoRA, arXiv:2106.09685), on all linear layers but the output,
-    with alpha twice the rank; the checkpoint is then the adapter's.
-    """
+    """A causal language model to be trained or, with lora_rank, a low-rank adapter (LoRA, arXiv:2106.09685) on all its
+    linear layers but the output, with alpha twice the rank; a resumed run's comes from its checkpoint."""
     for folder, wanted in ((path, 0), (checkpoint or path, lora_rank if checkpoint else 0)):
         config = Path(locate(folder)) / "adapter_config.json"
         if (found := json.loads(config.read_text()).get("r", "?") if config.is_file() else 0) != wanted:
@@ -734,24 +745,12 @@ def load_policy(path, device, dtype, checkpoint=None, lora_rank=0, gradient_chec
     return placed(model.eval(), device)
 
 
-class WithoutAdapter:
-    """The policy with its adapter off: the model it started from, with no second copy of the weights."""
-
-    def __init__(self, policy):
-        self.policy = policy
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    def __call__(self, *args, **kwargs):
-        with self.policy.disable_adapter():
-            return self.policy(*args, **kwargs)
-
-
 def load_reference(path: str, policy):
-    """The frozen model that the policy started from."""
+    """The frozen model that the policy started from; where an adapter is trained, the policy with its adapter off."""
     if hasattr(policy, "disable_adapter"):
-        return WithoutAdapter(policy)
+        model = copy.copy(policy)  # the same weights
+        model.forward = policy.disable_adapter()(policy.forward)
+        return model
     model = load_model(transformers.AutoModelForCausalLM, path)
     return placed(prepare(model, policy.compute_dtype, trainable=False), policy.device)
 
@@ -764,9 +763,10 @@ NUMBER = r"(?:\d+\s+(?=\d+/\d))?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.
 
 
 def answer_of(row: dict) -> str:
-    if not isinstance(row.get("answer"), str | int | float):
+    answer = row.get("answer")
+    if not isinstance(answer, str | int | float):
         raise InputError(f'this reward needs a column "answer", a text or a number; this row has none: {row}')
-    return str(row["answer"])
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)  # 42.0 is 42
 
 
 def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
@@ -775,13 +775,23 @@ def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) ->
 
 
 def math_answer(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
-    """1.0 where the completion's final answer equals the row's "answer": numbers exactly, formulas by math-verify."""
+    """1.0 where the completion's final answer equals the row's "answer": numbers exactly, formulas by math-verify.
+
+    NOTE: math-verify gives up after 5 s, which counts as wrong, and hands what looks like a formula to sympy."""
     scores = []
     for completion, answer in zip(completions, map(answer_of, rows), strict=True):
         number, found = number_of(final_answer(answer) or answer), final_answer(completion)
-        if found is None:  # then the last number
-            found = (re.findall(rf"(?:(?<![\w.)])-)?{NUMBER}", plain(completion)) or [""])[-1]
-        scores.append(math_verified(completion, answer) if number is None else number_of(found) == number)
+        if number is not None:
+            if found is None:  # then the last number
+                found = (re.findall(rf"(?:(?<![\w.)])-)?{NUMBER}", plain(completion)) or [""])[-1]
+            scores.append(number_of(found) == number)
+            continue
+        from math_verify import parse, verify
+
+        gold = parse(answer if "$" in answer or "boxed" in answer else f"${answer}$")
+        if not gold or not re.search(r"\d|\\[a-z]|[-+*/^=]", answer):
+            raise InputError(f"math_answer can't judge the answer {answer!r}; exact_match can")
+        scores.append(any(verify(gold, parse(form)) for form in (completion, f"${completion}$")))
     return [float(score) for score in scores]
 
 
@@ -806,16 +816,6 @@ def number_of(text: str) -> Fraction | None:
         return match and Fraction(match[1] + "1") * sum(map(Fraction, match[2].replace(",", "").split()))
 
 
-def math_verified(text: str, answer: str) -> bool:
-    """NOTE: each step gives up after 5 s, which counts as wrong; what looks like a formula is handed to sympy."""
-    import math_verify
-
-    gold = math_verify.parse(answer if "$" in answer or "boxed" in answer else f"${answer}$")
-    if not gold or not re.search(r"\d|\\[a-z]|[-+*/^=]", answer):
-        raise InputError(f"math_answer can't judge the answer {answer!r}; exact_match can")
-    return any(math_verify.verify(gold, math_verify.parse(form)) for form in (text, f"${text}$"))
-
-
 def load_reward_fn(spec: str) -> Callable:
     """exact_match, math_answer, or path/to/file.py:function."""
     if spec in ("exact_match", "math_answer"):
@@ -829,8 +829,8 @@ def load_reward_fn(spec: str) -> Callable:
     module = importlib.util.module_from_spec(found)
     sys.modules[module.__name__] = module  # so that what it defines can be pickled, for a pool of processes
     found.loader.exec_module(module)
-    with explained(f"--reward-fn {spec} can't be used"):
-        return getattr(module, name)
+    with explained(f"--reward-fn {spec} names no function"):
+        return partial(getattr(module, name))  # what can't be called is refused here
 
 
 def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | None) -> Callable:
@@ -838,19 +838,17 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
 
     def ids_of(prompt: str, completion: str, row: dict) -> list[int]:
         messages = conversation(row["prompt"], system_prompt)
-        if isinstance(messages, str):
-            return tokenizer(prompt + completion).input_ids
+        is_text = isinstance(messages, str)
+        messages = prompt + completion if is_text else [*messages, {"role": "assistant", "content": completion}]
         with explained("messages can't be put through the chat template of the reward model's tokenizer"):
-            messages = [*messages, {"role": "assistant", "content": completion}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-        return tokenizer(text, add_special_tokens=False).input_ids  # the template has its own
+            return encoded(tokenizer, messages)[0]
 
     @torch.no_grad()
     def fn(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
         ids, scores = [*map(ids_of, prompts, completions, rows)], {}
         longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         pieces = cut_rows(longest_first, lambda rows: len(rows) * len(ids[rows[0]]), batch_tokens, len(ids))
-        with gathered(model), autocast(model):
+        with gathered(model), autocast(model), explained("the reward model can't read that many tokens"):
             for piece in pieces:
                 rows = [torch.tensor(ids[i], device=model.device) for i in piece]
                 # NOTE: transformers reads a score at the last token that is not the pad id: no row may end in that one
@@ -868,6 +866,8 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
 def load_rewards(reward_model, reward_fn, reward_weights, system_prompt, policy, batch_tokens) -> dict:
     """The reward model first, then the functions, each with its weight (1 by default; 0: only watched)."""
     rewards, names = {}, [spec.rpartition(":")[2] for spec in reward_fn]
+    if len(set(reward_fn)) < len(reward_fn):
+        raise InputError(f"--reward-fn {' '.join(reward_fn)} names a function twice; --reward-weights counts it so")
     if reward_model or not reward_fn:
         reward_model = reward_model or "tiny/reward"
         model = load_model(transformers.AutoModelForSequenceClassification, reward_model, num_labels=1)
@@ -877,8 +877,8 @@ def load_rewards(reward_model, reward_fn, reward_weights, system_prompt, policy,
     for spec, name in zip(reward_fn, names, strict=True):
         rewards[spec if [*names, *rewards].count(name) > 1 else name] = load_reward_fn(spec)
     weights = reward_weights or [1.0] * len(rewards)
-    if len(weights) != len(rewards):
-        raise InputError(f"--reward-weights has {len(weights)} numbers for {', '.join(rewards)}")
+    if len(weights) != len(rewards) or not all(map(math.isfinite, weights)):
+        raise InputError(f"--reward-weights {weights} must have a number for each of {', '.join(rewards)}")
     return {name: (rewards[name], weight) for name, weight in zip(rewards, weights, strict=True)}
 
 
@@ -894,16 +894,15 @@ def score(rewards: dict, batch: dict) -> dict:
             values = fn(texts, completions[rows], copy.deepcopy(data))  # it may edit what it gets
             with explained(f"reward {name} returned {values!r:.60}, which is no list of {len(data)} numbers"):
                 found.append([float(value + 0.0) for _, value in zip(data, values, strict=True)])  # no texts
-            for prompt, completion, value in zip(prompts[rows], completions[rows], found[-1], strict=True):
+            for prompt, text, value in zip(prompts[rows], completions[rows], found[-1], strict=True):
                 if not abs(value) < 1e30:  # nan, and what float32 can't hold
-                    pair = f"prompt {prompt.text!r}, completion {completion!r}"
-                    raise InputError(f"reward {name} gave {value} for {pair}")
+                    raise InputError(f"reward {name} gave {value} for prompt {prompt.text!r}, completion {text!r}")
         return [*zip(*found, strict=True)]
 
-    columns = torch.tensor(in_parts(score_groups, len(starts) - 1), device=batch["mask"].device).unbind(1)
+    columns = torch.tensor(in_parts(score_groups, len(starts) - 1), dtype=torch.float64).unbind(1)
     total = sum(weight * x for (_, weight), x in zip(rewards.values(), columns, strict=True))
-    each = {f"reward/{name}": x for name, x in zip(rewards, columns, strict=True)}
-    return {"rewards": total} | (each if len(each) > 1 else {})
+    each = {f"reward/{name}": x for name, x in zip(rewards, columns, strict=True)} if len(rewards) > 1 else {}
+    return {name: x.float().to(batch["mask"].device) for name, x in ({"rewards": total} | each).items()}
 
 
 # --- data ---
@@ -911,29 +910,22 @@ def score(rewards: dict, batch: dict) -> dict:
 
 
 def read_rows(dataset: str):
-    """(where, row) for each row of a JSONL or CSV file or, by datasets, of a parquet file or a hub dataset id:split."""
+    """(where, row) for each row of a JSONL or CSV file."""
     path = Path(locate(dataset))
-    if not path.is_file() and (":" not in dataset or path.suffix in (".jsonl", ".csv")):
-        raise InputError(f"dataset {dataset} is neither a JSONL, CSV or parquet file nor a hub id as id:split")
     if not path.is_file() or path.suffix == ".parquet":
-        import datasets
-
-        name, *config, split = ["parquet", "train"] if path.is_file() else dataset.split(":")
-        with explained(f"dataset {dataset} could not be loaded"):
-            table = datasets.load_dataset(name, *config, split=split, data_files=str(path) if path.is_file() else None)
-        yield from ((f"{dataset} row {i}", row) for i, row in enumerate(table))
-        return
+        raise InputError(f"dataset {dataset} is no JSONL or CSV file; datasets.load_dataset(...).to_json makes one")
     with explained(f"{dataset} is not UTF-8 text"):
         text = path.read_text(encoding="utf-8-sig")
     if path.suffix.lower() == ".csv":
-        for i, row in enumerate(csv.DictReader(io.StringIO(text), skipinitialspace=True), 1):
+        csv.field_size_limit(2**30)
+        for i, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
             if None in row or None in row.values():
                 raise InputError(f"{dataset} row {i} has not as many fields as the first line")
             yield f"{dataset} row {i}", row
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            with explained(f"{dataset} line {number} is not JSON"):
+            with explained(f"{dataset} line {number} is not JSON, one object a line"):
                 row = json.loads(line)
             yield f"{dataset} line {number}", row
 
@@ -946,25 +938,29 @@ def conversation(prompt, system_prompt: str | None):
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
+def encoded(tokenizer, prompt, **how) -> tuple[list[int], str]:
+    """Token ids and text of a text (no second start token) or of messages, in whose template all special tokens are."""
+    is_whole = not isinstance(prompt, str) or (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token))
+    text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, tokenize=False, **how)
+    return tokenizer(text, add_special_tokens=not is_whole).input_ids, text
+
+
 def to_prompt(where: str, row: dict, tokenizer, system_prompt: str | None) -> Prompt:
-    """A dataset row as the policy reads it: a text with the tokenizer's special tokens, a chat with the template's."""
+    """A dataset row as the policy reads it."""
     prompt = row.get("prompt") if isinstance(row, dict) else None
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and type(m.get("content")) is str for m in prompt)
-    if not prompt or not (is_chat or isinstance(prompt, str)):
-        raise InputError(f'{where} has no "prompt" that is a text or a list of messages')
+    is_text = isinstance(prompt, str) and not re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']""", prompt)
+    if not prompt or not (is_chat or is_text):
+        raise InputError(f'{where} has no "prompt" that is a text, or messages with texts as "content": {row!s:.200}')
     if is_chat and system_prompt and prompt[0].get("role") == "system":
         raise InputError(f"{where} has a system message of its own; leave out --system-prompt")
-    messages = conversation(prompt, system_prompt)
-    if isinstance(messages, str):
-        text, ids = prompt, tokenizer(prompt).input_ids
-        if ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
-            ids = ids[:-1]  # some tokenizers end every text with it
-        return Prompt(ids, text, row)
-    if messages[-1].get("role") == "assistant":
+    if is_chat and prompt[-1].get("role") == "assistant":
         raise InputError(f"{where} ends with a message of the assistant, whose turn it should be")
-    with explained(f"{where} can't be put through the tokenizer's chat template"):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return Prompt(tokenizer(text, add_special_tokens=False).input_ids, text, row)
+    with explained(f"{where} can't be put through the tokenizer's chat template (--system-prompt makes chats)"):
+        ids, text = encoded(tokenizer, conversation(prompt, system_prompt), add_generation_prompt=True)
+    if text == prompt and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids = ids[:-1]  # some tokenizers end every text with it
+    return Prompt(ids, text, row)
 
 
 def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt: str | None = None) -> list[Prompt]:
@@ -972,13 +968,13 @@ def load_prompts(dataset: str, tokenizer, max_prompt_tokens: int, system_prompt:
     found = [to_prompt(where, row, tokenizer, system_prompt) for where, row in read_rows(dataset)]
     prompts = [prompt for prompt in found if len(prompt.ids) <= max_prompt_tokens]
     if not prompts:
-        raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens} tokens")
+        raise InputError(f"{dataset} has no prompt of at most --max-prompt-tokens {max_prompt_tokens}, in {len(found)}")
     say(f"{dataset}: {len(prompts)} prompts, {len(found) - len(prompts)} left out with over {max_prompt_tokens} tokens")
     return prompts
 
 
 def load_eval_prompts(eval_dataset: str | None, dataset: str, tokenizer, **how) -> list[Prompt]:
-    """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl (or .csv, .parquet), else none."""
+    """Held-out prompts: of eval_dataset, else of NAME-eval.jsonl beside NAME.jsonl (or .csv), else none."""
     beside = str(Path(dataset).with_stem(Path(dataset).stem + "-eval"))
     if eval_dataset or Path(locate(beside)).is_file():
         return load_prompts(eval_dataset or beside, tokenizer, **how)
@@ -990,8 +986,7 @@ def next_prompts(prompts: list[Prompt], count: int, state: dict, seed: int) -> l
     """The next prompts of an endless sequence of epochs, each shuffled in its own way; moves state["consumed"] on."""
     places = [divmod(state["consumed"] + i, len(prompts)) for i in range(count)]
     state["consumed"] += count
-    noise = {epoch: generator(seed, "prompts", epoch) for epoch, _ in places}
-    orders = {epoch: torch.randperm(len(prompts), generator=noise[epoch]).tolist() for epoch in noise}
+    orders = {e: torch.randperm(len(prompts), generator=generator(seed, "prompts", e)).tolist() for e in dict(places)}
     return [prompts[orders[epoch][i]] for epoch, i in places]
 
 
@@ -1001,8 +996,7 @@ def next_prompts(prompts: list[Prompt], count: int, state: dict, seed: int) -> l
 
 
 def evaluate(rollout: Callable, rewards: dict, prompts: list[Prompt], num_samples: int, temperature: float, seed: int):
-    """Mean scores of num_samples completions of each held-out prompt, by metric name, and a few samples. pass@k is the
-    mean over prompts of the best of k rewards."""
+    """Mean scores of held-out prompts by metric name, and a few samples; pass@k: the mean best of k completions."""
     if not prompts:
         return {}, []
     batch = rollout(prompts, num_samples, temperature=temperature, key=(seed, "evaluate"))
@@ -1011,40 +1005,39 @@ def evaluate(rollout: Callable, rewards: dict, prompts: list[Prompt], num_sample
     metrics |= {f"eval_{name}": x.mean().item() for name, x in batch.items() if name.startswith("reward/")}
     if num_samples > 1:
         metrics[f"eval_pass@{num_samples}"] = batch["rewards"].view(-1, num_samples).amax(1).mean().item()
-    return metrics, samples_of(select(batch, torch.arange(0, len(batch["mask"]), num_samples)), held_out=True)
+    return metrics, [sample | {"held_out": True} for sample in samples_of(batch, num_samples)]
 
 
-def samples_of(batch: dict, **extra) -> list[dict]:
-    """The first few prompt/completion/reward triples."""
-    rows = [*zip(batch["prompts"], batch["completions"], batch["rewards"].tolist(), strict=True)][:4]
-    return [{"prompt": prompt.text, "completion": text, "reward": reward} | extra for prompt, text, reward in rows]
+def samples_of(batch: dict, group_size: int, **numbers: torch.Tensor) -> list[dict]:
+    """The best and worst completions of the first prompts, and their numbers (where each token has one, the mean)."""
+    numbers |= {"reward": batch["rewards"], "truncated": batch["truncated"]}
+    numbers |= {name: x for name, x in batch.items() if name.startswith("reward/")}
+    numbers = {k: (x if x.dim() == 1 else masked_mean(x, batch["mask"], 1)).tolist() for k, x in numbers.items()}
+    texts = {"prompt": [prompt.text for prompt in batch["prompts"]], "completion": batch["completions"]}
+    known, chosen = texts | numbers | {"row": [prompt.row for prompt in batch["prompts"]]}, []
+    for first in range(0, min(4 * group_size, len(known["row"])), group_size):
+        group = sorted(range(first, first + group_size), key=lambda i: -known["reward"][i])
+        chosen += dict.fromkeys((group[0], group[-1]))
+    return [{name: x[i] for name, x in known.items()} for i in chosen[:4]]
 
 
 def rollout_metrics(batch: dict, group_size: int) -> dict:
     """What is logged of a rollout, before anything is filtered or shaped."""
-    rewards = batch["rewards"]
-    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item()}
+    metrics = {"reward": batch["rewards"].mean().item(), "reward_std": batch["rewards"].std(unbiased=False).item()}
     metrics |= {name: x.mean().item() for name, x in batch.items() if name.startswith("reward/")}
     metrics["completion_length"] = batch["mask"].sum(1).mean().item()
     metrics["truncated_fraction"] = batch["truncated"].float().mean().item()
     if group_size > 1:
-        metrics["no_signal_fraction"] = no_signal(rewards, group_size).float().mean().item()
+        metrics["no_signal_fraction"] = no_signal(batch["rewards"], group_size).float().mean().item()
     return metrics
-
-
-def accumulate(sums: dict, **values) -> None:
-    """Add to running sums, without a gradient and without waiting for the GPU."""
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + (value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def update_metrics(batch: dict, losses: dict, statistics: dict, per_update: dict, laps: dict) -> dict:
     """What is logged of a step's updates. losses and per_update are divided by the number of updates, statistics by the
     sum of the loss weights; per_update is the same on all ranks, the others hold a rank's share.
 
-    sampler_gap: nats per token between the log-probabilities as sampled and as scored; kl: nats per completion (k3).
-    """
-    sums, updates = losses | statistics, per_update.pop("updates")
+    sampler_gap: nats per token between the log-probabilities as sampled and as scored; kl: nats per completion (k3)."""
+    sums, updates = {**losses, **statistics}, per_update.pop("updates")
     shares = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
     sums = dict(zip(sums, summed(shares).tolist(), strict=True))
     weights, gap = sums.pop("weights"), sums.pop("sampler_gap") / (sums.pop("gap_weights") or 1.0)
@@ -1055,7 +1048,7 @@ def update_metrics(batch: dict, losses: dict, statistics: dict, per_update: dict
     metrics |= {name: float(value) / updates for name, value in per_update.items()} | {"sampler_gap": gap}
     metrics |= {name: value / weights for name, value in sums.items() if weights > 0}
     if "ref_logprobs" in batch:
-        kl = kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k3")
+        kl = kl_estimate(batch.get("old_logprobs", batch["logprobs"]), batch["ref_logprobs"], "k3")
         metrics["kl"] = weighted_sum(kl, batch["mask"], 1).mean().item()
     return metrics | {"tokens_per_second": batch["mask"].sum().item() / sum(laps.values())} | laps
 
@@ -1091,8 +1084,6 @@ def load_checkpoint(run_folder: str | None) -> tuple[str | None, dict]:
 
 def load_state(trained, optimizer, state: dict) -> None:
     """What a checkpoint holds beside the policy, taken out of state; each rank keeps its part."""
-    from torch.distributed.checkpoint import state_dict as whole
-
     others = torch.nn.ModuleDict({name: module for name, module in trained.items() if name != "policy"})
     with explained("the checkpoint does not fit the models, whose options must stay as they were"):
         options = whole.StateDictOptions(full_state_dict=True)
@@ -1104,8 +1095,6 @@ def load_state(trained, optimizer, state: dict) -> None:
 def save_model(folder: Path, trained, tokenizer, optimizer=None, state: dict | None = None) -> None:
     """The policy as a folder that from_pretrained loads; with an optimizer, what --resume needs, too. All ranks call
     this, weights and optimizer state are put together by name, and rank 0 writes."""
-    from torch.distributed.checkpoint import state_dict as whole
-
     options = whole.StateDictOptions(full_state_dict=True, cpu_offload=NUM_RANKS > 1, ignore_frozen_params=True)
     weights, optimizer_state = whole.get_state_dict(trained, [optimizer] if optimizer else [], options=options)
     if RANK > 0:
@@ -1154,33 +1143,37 @@ class Logger:
     """Writes args.json, metrics.jsonl and samples.jsonl; a resumed run writes the steps after its checkpoint again."""
 
     def __init__(self, script: str, config: dict, output_dir: str | None, resume: str | None, start: int, track: str):
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.dir = Path(output_dir or resume or on_every_rank(f"runs/{script}-{stamp}")[0]).absolute()
+        new = on_every_rank(f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")[0]
+        self.dir = Path(output_dir or resume or new).absolute()
         if RANK > 0:
             return
         taken = [path for name in ("args.json", "checkpoint-*", "final") for path in self.dir.glob(name)]
         if taken and not (resume and self.dir.samefile(resume)):
             raise InputError(f"{self.dir} already holds a run; name another folder, or continue it with --resume")
+        config = {"script": script, "started_in": os.getcwd()} | config
         with explained(f"{self.dir} can't be a run folder"):
             self.dir.mkdir(parents=True, exist_ok=True)
-        config = {"script": script, "started_in": os.getcwd()} | config
+            texts = {"args.json": json.dumps(config, indent=2, default=str) + "\n"}
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                lines = (self.dir / name).read_text().splitlines(keepends=True) if (self.dir / name).exists() else []
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+                texts[name] = "".join(kept)
         self.track = open_tracker(track, self.dir, config, start)
-        texts = {"args.json": json.dumps(config, indent=2, default=str) + "\n"}
-        for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            texts[path.name] = "".join(x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= start)
         for name, text in texts.items():  # whenever the process dies, the whole old text or the whole new one
             (self.dir / f"{name}.new").write_text(text)
-            (self.dir / f"{name}.new").replace(self.dir / name)
-        say(f"run folder: {self.dir}")
+            if not resume or name != "args.json":  # what was typed beside --resume may not work
+                (self.dir / f"{name}.new").replace(self.dir / name)
+        say(f"run folder: {self.dir}{f', after step {start}' * (start > 0)}; --resume {self.dir} goes on with it")
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
         """A line in each file and one on the screen, and with an evaluation a held-out sample."""
         if RANK > 0:
             return
+        with suppress(FileNotFoundError):  # what was typed beside --resume has worked
+            (self.dir / "args.json.new").replace(self.dir / "args.json")
         for name, rows in (("metrics", [metrics]), ("samples", samples)):
             with open(self.dir / f"{name}.jsonl", "a") as file:
-                file.writelines(json.dumps({"step": step} | row) + "\n" for row in rows)
+                file.writelines(json.dumps({"step": step} | row, default=str) + "\n" for row in rows)
         self.track(step, metrics)
         shown = "reward", "kl", "completion_length", "eval_reward", "tokens_per_second"
         say(f"step {step}: {', '.join(f'{name} {metrics[name]:.4g}' for name in shown if name in metrics)}")
@@ -1190,11 +1183,18 @@ class Logger:
 
 def check_fits(policy, tokenizer, prompts: list[Prompt], max_new_tokens: int) -> None:
     """Refuse now what could not work later."""
-    if tokenizer.eos_token_id is None:
-        raise InputError("the policy's tokenizer has no eos_token, so no completion could ever end")
-    longest, positions = max(len(p.ids) for p in prompts), getattr(policy.config, "max_position_embeddings", math.inf)
+    stops = stop_ids(policy, tokenizer)
+    say(f"stop tokens: {tokenizer.convert_ids_to_tokens(stops) or 'none, all completions are cut'}")
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.ids))
+    longest, positions = len(by_length[-1].ids), getattr(policy.config, "max_position_embeddings", math.inf)
     if longest + max_new_tokens > positions:
-        how_long = f"a prompt of {longest} tokens and --max-new-tokens {max_new_tokens}"
-        raise InputError(f"{how_long} exceed the model's {positions} positions")
-    if max(max(prompt.ids) for prompt in prompts) >= policy.get_input_embeddings().num_embeddings:
-        raise InputError("the tokenizer has tokens for which the policy has no embedding; they don't belong together")
+        raise InputError(f"--max-new-tokens {max_new_tokens} after {longest} exceed the model's {positions} positions")
+    tried = [by_length[0], by_length[-1], max(prompts, key=lambda prompt: max(prompt.ids))]
+    noise = torch.rand(2 * len(tried), min(max_new_tokens, 16), generator=generator("check")).to(policy.device)
+    with explained(f"{type(policy).__name__} can't read these prompts, or not with a cache"), autocast(policy):
+        rows = sample_completions(policy, tried, noise, torch.tensor(stops, device=policy.device), 1.0)
+        batch = collate(tokenizer, tried, 2, *zip(*rows, strict=True), policy=policy)
+        scored = no_grad_pass(partial(logprobs_of, policy, 1.0), batch, microbatch_tokens=1)
+    gap = masked_mean((scored - batch["logprobs"]).abs(), batch["mask"]).item()
+    if not gap < (1e-3 if policy.compute_dtype == torch.float32 else 0.2):
+        raise InputError(f"{type(policy).__name__}: sampling and scoring it differ by {gap:.2g} nats per token")

@@ -18,6 +18,7 @@ lets advantages differ between tokens. The clip range is narrower than the round
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ class Args:
     temperature: Positive[float] = 1.0  # temperature of sampling and of every log-probability
     is_correction_cap: float = 0.0  # largest weight trained / sampled probability of a token (bfloat16, ...); 0: off
     # algorithm
-    clip_low: float = 3e-4  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_low: common.Share = 3e-4  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 4e-4  # upper end of that range
     kl_coef: float = 0.0  # weight of the KL to the reference in the loss; 0: no reference is loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # KL estimator; as a loss, k1 would have no expected gradient
@@ -69,7 +70,7 @@ class Args:
     aggregation: Literal["sequence", "token", "constant"] = "sequence"  # what the loss is averaged over
     dynamic_sampling: int = 0  # at most N rounds in which new prompts replace groups of equal rewards (DAPO); 0: off
     overlong_buffer: int = 0  # penalty rising to 1 over the last N tokens before max_new_tokens (DAPO); 0: off
-    mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); they stay in the baseline
+    mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); they count as rows all the same
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # optimization
     num_epochs: Positive[int] = 1  # passes over a batch
@@ -87,8 +88,7 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale_by_std: bool 
     """(B,): reward minus the group's mean, over its sample std (section 4.1.2); exactly 0 for equal rewards."""
     if group_size < 2:
         raise ValueError(f"a group's statistics need group_size 2 or more, not {group_size}")
-    groups = rewards.view(-1, group_size)  # (N, G)
-    groups = groups - groups[:, :1]  # equal rewards leave no rounding behind
+    groups = common.from_first(rewards.view(-1, group_size))  # (N, G); equal rewards leave no rounding behind
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -117,6 +117,8 @@ def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low, clip_high
 def main(args: Args) -> None:
     if args.group_size < 2:
         raise InputError("--group-size must be 2 or more: completions are compared with the others of their prompt")
+    if args.overlong_buffer > args.max_new_tokens:
+        raise InputError("--overlong-buffer is a part of --max-new-tokens and can't be larger")
     device, dtype = common.pick_device(args.device, args.dtype)
     checkpoint, state = common.load_checkpoint(args.resume)
     tokenizer = common.load_tokenizer(args.model)
@@ -144,10 +146,11 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
     if state["step"] == 0 and eval_prompts:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, losses, statistics, per_update = common.Timer(device), {}, {}, {}
+        timer, losses, statistics, per_update = common.Timer(device), Counter(), Counter(), Counter()
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * min(1.0, step / max(1, args.warmup_steps))
 
@@ -171,16 +174,15 @@ def main(args: Args) -> None:
             batch["ref_logprobs"] = no_grad_pass(partial(common.logprobs_of, reference, args.temperature), batch)
 
         # 3. advantages
+        if args.num_epochs > 1 or 0 < args.minibatch_size < len(batch["mask"]) or (reference and not sampler_is_exact):
+            # else the first pass gives them; as sampled, rounded by decoding with a cache, the first ratio is not 1
+            batch["old_logprobs"] = no_grad_pass(partial(common.logprobs_of, policy, args.temperature), batch)
         rewards = batch["rewards"]  # (B,)
         if args.overlong_buffer:
             rewards = rewards - overlong_penalty(batch["length"], args.max_new_tokens, args.overlong_buffer)
         batch["advantages"] = group_advantages(rewards, args.group_size, args.scale_rewards == "group")
         if args.scale_rewards == "batch":
             batch["advantages"] /= rewards.std() + 1e-4
-        if args.num_epochs > 1 or 0 < args.minibatch_size < len(rewards):
-            # else the first pass of the update gives them. As sampled they will not do: decoding with a cache rounds
-            # differently, and the first ratio would not be 1
-            batch["old_logprobs"] = no_grad_pass(partial(common.logprobs_of, policy, args.temperature), batch)
         timer.lap("score")
 
         # 4. update
@@ -194,31 +196,32 @@ def main(args: Args) -> None:
                 advantages, weights = micro["advantages"], micro["weights"]
                 if update == 0:  # the policy is still the one that sampled
                     gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    common.accumulate(statistics, sampler_gap=gap, gap_weights=weights.sum())
+                    statistics.update(sampler_gap=gap, gap_weights=weights.sum())
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, old_logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, old_logprobs, advantages, weights, args.clip_low, args.clip_high)
                 if reference is not None:
                     kl = common.kl_estimate(logprobs, micro["ref_logprobs"], args.kl_estimator)
                     loss = loss + args.kl_coef * weighted_sum(kl, weights)
-                stats["entropy"] = weighted_sum(entropy, weights)
+                entropy = weighted_sum(entropy, weights)
                 if args.entropy_coef:
-                    loss = loss - args.entropy_coef * stats["entropy"]
+                    loss = loss - args.entropy_coef * entropy
                 loss.backward()
-                common.accumulate(losses, loss=loss)
-                common.accumulate(statistics, weights=weights.sum(), **stats)
+                losses.update(loss=loss.detach())
+                statistics.update(weights=weights.sum(), entropy=entropy.detach(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if not math.isfinite(grad_norm):
                 raise InputError(f"the gradient norm is {float(grad_norm)} in step {step}: no update; lower --lr")
-            optimizer.step()
+            if grad_norm > 0:  # else Adam would go on by its momentum alone
+                optimizer.step()
             optimizer.zero_grad()
-            common.accumulate(per_update, updates=1, grad_norm=grad_norm)
+            per_update.update(updates=1, grad_norm=grad_norm)
         timer.lap("update")
 
         # 5. log
         metrics |= common.update_metrics(batch, losses, statistics, per_update, timer.laps)
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        samples = common.samples_of(batch)
+        samples = common.samples_of(batch, args.group_size, advantage=batch["advantages"])
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples

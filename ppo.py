@@ -22,6 +22,7 @@ clipped (both as in OpenAI's code), and a cut completion counts as ended.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,12 +67,12 @@ class Args:
     temperature: Positive[float] = 1.0  # temperature of sampling and of every log-probability
     is_correction_cap: float = 0.0  # largest weight trained / sampled probability of a token (bfloat16, ...); 0: off
     # algorithm
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_low: common.Share = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2  # upper end of that range
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
     normalize_rewards: bool = False  # standardize the rewards of a batch
-    gamma: float = 1.0  # discount per token
-    gae_lambda: float = 1.0  # 0: one-step temporal difference, 1: Monte-Carlo return minus value
+    gamma: common.Share = 1.0  # discount per token
+    gae_lambda: common.Share = 1.0  # 0: one-step temporal difference, 1: Monte-Carlo return minus value
     vf_coef: float = 0.1  # weight of the value loss; with a value model of its own Adam undoes it
     value_clip: float = 0.2  # values move at most this far from the old ones before their loss is clipped
     value_lr: float = 1e-3  # learning rate of the value model
@@ -255,7 +256,7 @@ def main(args: Args) -> None:
     if state["step"] == 0 and eval_prompts:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, losses, statistics, per_update = common.Timer(device), {}, {}, {}
+        timer, losses, statistics, per_update = common.Timer(device), Counter(), Counter(), Counter()
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * min(1.0, step / max(1, args.warmup_steps))
 
@@ -271,20 +272,17 @@ def main(args: Args) -> None:
             batch["ref_logprobs"] = no_grad_pass(partial(common.logprobs_of, reference, args.temperature), batch)
 
         # 3. advantages
+        # as sampled they will not do: decoding with a cache rounds differently, and the first ratio would not be 1
+        batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch)
         rewards = batch["rewards"] - args.missing_eos_penalty * batch["truncated"]  # (B,)
         if args.normalize_rewards:
             rewards = common.normalize(rewards)
         token_rewards = common.at_last_token(rewards, batch["mask"])  # (B, T)
         if reference is not None:
-            kl = common.kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k1")  # (B, T)
+            kl = common.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], "k1")  # (B, T)
             token_rewards = token_rewards - args.kl_coef * kl  # in a reward only k1 pulls the right way
-        if args.num_epochs > 1 or 0 < args.minibatch_size < len(rewards) or args.shared_backbone:
-            # else the first pass of the update gives them. As sampled they will not do: decoding with a cache rounds
-            # differently, and the first ratio would not be 1
-            batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch)
-        else:
-            batch["values"] = no_grad_pass(value_model, batch)
         advantages, batch["returns"] = gae(token_rewards, batch["values"], batch["mask"], args.gamma, args.gae_lambda)
+        # NOTE: where rewards are all equal and there is no KL, the value model's errors are what is scaled up to 1
         batch["advantages"] = whiten(advantages, batch["mask"])  # after the returns, which need them as they were
         timer.lap("score")
 
@@ -298,7 +296,7 @@ def main(args: Args) -> None:
                 advantages, weights = micro["advantages"], micro["weights"]
                 if update == 0:  # the policy is still the one that sampled
                     gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    common.accumulate(statistics, sampler_gap=gap, gap_weights=weights.sum())
+                    statistics.update(sampler_gap=gap, gap_weights=weights.sum())
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, old_logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, old_logprobs, advantages, weights, args.clip_low, args.clip_high)
@@ -306,26 +304,27 @@ def main(args: Args) -> None:
                     value_model(micro), micro["values"], micro["returns"], weights, args.value_clip
                 )
                 loss, stats = loss + args.vf_coef * values_loss, stats | value_stats
-                stats["entropy"] = weighted_sum(entropy, weights)
+                entropy = weighted_sum(entropy, weights)
                 if args.entropy_coef:
-                    loss = loss - args.entropy_coef * stats["entropy"]
+                    loss = loss - args.entropy_coef * entropy
                 loss.backward()
-                common.accumulate(losses, loss=loss, value_loss=values_loss)
-                common.accumulate(statistics, weights=weights.sum(), **stats)
+                losses.update(loss=loss.detach(), value_loss=values_loss.detach())
+                statistics.update(weights=weights.sum(), entropy=entropy.detach(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             value_grad_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             if not math.isfinite(norm := float(grad_norm + value_grad_norm)):
                 raise InputError(f"the gradient norm is {norm} in step {step}: no update; lower --lr")
-            optimizer.step()
+            if norm > 0:  # else Adam would go on by its momentum alone
+                optimizer.step()
             optimizer.zero_grad()
-            common.accumulate(per_update, updates=1, grad_norm=grad_norm, value_grad_norm=value_grad_norm)
+            per_update.update(updates=1, grad_norm=grad_norm, value_grad_norm=value_grad_norm)
         timer.lap("update")
 
         # 5. log
         metrics |= common.update_metrics(batch, losses, statistics, per_update, timer.laps)
         metrics["explained_variance"] = explained_variance(batch["values"], batch["returns"], batch["mask"])
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        samples = common.samples_of(batch)
+        samples = common.samples_of(batch, args.group_size, advantage=batch["advantages"])
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples

@@ -18,6 +18,7 @@ Departures from the paper: the baseline is a leave-one-out mean over the batch: 
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,7 @@ class Args:
     is_correction_cap: float = 0.0  # largest weight trained / sampled probability of a token (bfloat16, ...); 0: off
     # algorithm
     weighting: Literal["total", "reward-to-go", "baseline"] = "baseline"  # baseline: reward-to-go minus others' mean
-    gamma: float = 1.0  # discount per token
+    gamma: common.Share = 1.0  # discount per token
     kl_coef: float = 0.05  # weight of the KL to the reference in the reward; 0: no reference is loaded
     normalize_rewards: bool = False  # standardize the rewards of a batch
     entropy_coef: float = 0.0  # weight of the entropy bonus
@@ -104,6 +105,8 @@ def policy_loss(logprobs, advantages, weights) -> tuple[torch.Tensor, dict]:
 
 
 def main(args: Args) -> None:
+    if args.weighting == "baseline" and args.num_prompts * args.group_size < 2:
+        raise InputError("--weighting baseline is the mean of the other rows: a batch needs 2 or more")
     device, dtype = common.pick_device(args.device, args.dtype)
     checkpoint, state = common.load_checkpoint(args.resume)
     tokenizer = common.load_tokenizer(args.model)
@@ -131,10 +134,11 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
     if state["step"] == 0 and eval_prompts:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, losses, statistics, per_update = common.Timer(device), {}, {}, {}
+        timer, losses, statistics, per_update = common.Timer(device), Counter(), Counter(), Counter()
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * min(1.0, step / max(1, args.warmup_steps))
 
@@ -150,12 +154,14 @@ def main(args: Args) -> None:
             batch["ref_logprobs"] = no_grad_pass(partial(common.logprobs_of, reference, args.temperature), batch)
 
         # 3. advantages
+        if reference is not None and not sampler_is_exact:
+            batch["old_logprobs"] = no_grad_pass(partial(common.logprobs_of, policy, args.temperature), batch)
         rewards = batch["rewards"]  # (B,)
         if args.normalize_rewards:
             rewards = common.normalize(rewards)
         token_rewards = common.at_last_token(rewards, batch["mask"])  # (B, T)
         if reference is not None:
-            kl = common.kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k1")  # (B, T)
+            kl = common.kl_estimate(batch.get("old_logprobs", batch["logprobs"]), batch["ref_logprobs"], "k1")  # (B, T)
             token_rewards = token_rewards - args.kl_coef * kl  # in a reward only k1 pulls the right way
         returns = rewards_to_go(token_rewards, batch["mask"], args.gamma)  # (B, T)
         total = returns[:, 0]  # (B,)
@@ -173,28 +179,29 @@ def main(args: Args) -> None:
                 advantages, weights = micro["advantages"], micro["weights"]
                 if update == 0:  # the policy is still the one that sampled
                     gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    common.accumulate(statistics, sampler_gap=gap, gap_weights=weights.sum())
+                    statistics.update(sampler_gap=gap, gap_weights=weights.sum())
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, advantages, weights)
-                stats["entropy"] = weighted_sum(entropy, weights)
+                entropy = weighted_sum(entropy, weights)
                 if args.entropy_coef:
-                    loss = loss - args.entropy_coef * stats["entropy"]
+                    loss = loss - args.entropy_coef * entropy
                 loss.backward()
-                common.accumulate(losses, loss=loss)
-                common.accumulate(statistics, weights=weights.sum(), **stats)
+                losses.update(loss=loss.detach())
+                statistics.update(weights=weights.sum(), entropy=entropy.detach(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if not math.isfinite(grad_norm):
                 raise InputError(f"the gradient norm is {float(grad_norm)} in step {step}: no update; lower --lr")
-            optimizer.step()
+            if grad_norm > 0:  # else Adam would go on by its momentum alone
+                optimizer.step()
             optimizer.zero_grad()
-            common.accumulate(per_update, updates=1, grad_norm=grad_norm)
+            per_update.update(updates=1, grad_norm=grad_norm)
         timer.lap("update")
 
         # 5. log
         metrics |= common.update_metrics(batch, losses, statistics, per_update, timer.laps)
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        samples = common.samples_of(batch)
+        samples = common.samples_of(batch, args.group_size, advantage=batch["advantages"])
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples

@@ -17,6 +17,7 @@ Departures from the paper: none known. TRL's RLOO clips a ratio of sequence prob
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,8 +80,7 @@ def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Te
     """(B,): reward minus the mean reward of the other completions of the same prompt (section 2.2.1)."""
     if group_size < 2:
         raise ValueError(f"leaving one out needs group_size 2 or more, not {group_size}")
-    groups = rewards.view(-1, group_size)  # (N, G)
-    groups = groups - groups[:, :1]  # equal rewards leave no rounding behind
+    groups = common.from_first(rewards.view(-1, group_size))  # (N, G); equal rewards leave no rounding behind
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return (groups - others).view(-1)  # (B,)
 
@@ -122,10 +122,11 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
     if state["step"] == 0 and eval_prompts:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):
-        timer, losses, statistics, per_update = common.Timer(device), {}, {}, {}
+        timer, losses, statistics, per_update = common.Timer(device), Counter(), Counter(), Counter()
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * min(1.0, step / max(1, args.warmup_steps))
 
@@ -141,11 +142,13 @@ def main(args: Args) -> None:
             batch["ref_logprobs"] = no_grad_pass(partial(common.logprobs_of, reference, args.temperature), batch)
 
         # 3. advantages
+        if reference is not None and not sampler_is_exact:
+            batch["old_logprobs"] = no_grad_pass(partial(common.logprobs_of, policy, args.temperature), batch)
         rewards = batch["rewards"]  # (B,)
         if args.normalize_rewards:
             rewards = common.normalize(rewards)
         if reference is not None:
-            kl = common.kl_estimate(batch["logprobs"], batch["ref_logprobs"], "k1")  # (B, T)
+            kl = common.kl_estimate(batch.get("old_logprobs", batch["logprobs"]), batch["ref_logprobs"], "k1")  # (B, T)
             rewards = rewards - args.kl_coef * weighted_sum(kl, batch["mask"], 1)  # only k1 pulls the right way
         batch["advantages"] = leave_one_out_advantages(rewards, args.group_size)
         timer.lap("score")
@@ -159,28 +162,29 @@ def main(args: Args) -> None:
                 advantages, weights = micro["advantages"], micro["weights"]
                 if update == 0:  # the policy is still the one that sampled
                     gap = weighted_sum((logprobs.detach() - micro["logprobs"]).abs(), weights)
-                    common.accumulate(statistics, sampler_gap=gap, gap_weights=weights.sum())
+                    statistics.update(sampler_gap=gap, gap_weights=weights.sum())
                 if args.is_correction_cap:
                     weights = importance_weighted(weights, logprobs, micro["logprobs"], args.is_correction_cap)
                 loss, stats = policy_loss(logprobs, advantages, weights)
-                stats["entropy"] = weighted_sum(entropy, weights)
+                entropy = weighted_sum(entropy, weights)
                 if args.entropy_coef:
-                    loss = loss - args.entropy_coef * stats["entropy"]
+                    loss = loss - args.entropy_coef * entropy
                 loss.backward()
-                common.accumulate(losses, loss=loss)
-                common.accumulate(statistics, weights=weights.sum(), **stats)
+                losses.update(loss=loss.detach())
+                statistics.update(weights=weights.sum(), entropy=entropy.detach(), **stats)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if not math.isfinite(grad_norm):
                 raise InputError(f"the gradient norm is {float(grad_norm)} in step {step}: no update; lower --lr")
-            optimizer.step()
+            if grad_norm > 0:  # else Adam would go on by its momentum alone
+                optimizer.step()
             optimizer.zero_grad()
-            common.accumulate(per_update, updates=1, grad_norm=grad_norm)
+            per_update.update(updates=1, grad_norm=grad_norm)
         timer.lap("update")
 
         # 5. log
         metrics |= common.update_metrics(batch, losses, statistics, per_update, timer.laps)
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        samples = common.samples_of(batch)
+        samples = common.samples_of(batch, args.group_size, advantage=batch["advantages"])
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             eval_metrics, eval_samples = held_out()
             metrics, samples = metrics | eval_metrics, samples + eval_samples

@@ -41,7 +41,7 @@ def updates() -> dict[str, str]:
     for number in (1, 4, 16):
         for script in ("grpo", "gspo", "cispo"):
             commands[f"{script} x {number}"] = f"{script}.py {task} --num-epochs {number}"
-        commands[f"grpo, no clip x {number}"] = commands[f"grpo x {number}"] + " --clip-low 1e9 --clip-high 1e9"
+        commands[f"grpo, no clip x {number}"] = commands[f"grpo x {number}"] + " --clip-low 1 --clip-high 1e9"
     return commands
 
 

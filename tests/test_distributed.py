@@ -126,11 +126,14 @@ def on_ranks(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_every_piece_of_work_is_done_once_and_all_ranks_do_as_many(count, size, on_ranks):
     """More pieces than ranks, as many, and fewer."""
-    pieces = [[10 * i, 10 * i + 1] for i in range(count)]
-    found = on_ranks(size, lambda: common.in_turn(pieces))
+    weights = torch.ones(count, 3)
+    batch = {"prompt_length": torch.ones(count).long(), "length": torch.full((count,), 3), "mask": weights}
+    pieces = lambda: [*common.microbatches(batch | {"weights": weights}, microbatch_tokens=4)]  # of one row each
+    found = on_ranks(size, pieces)
     assert {len(work) for work in found} == {-(-count // size)}
-    assert sorted(piece for work in found for piece, counts in work if counts) == pieces
-    assert all(len(piece) == 1 for work in found for piece, counts in work if not counts)
+    assert sorted(row for work in found for micro in work for row in micro["rows"].tolist()) == [*range(count)]
+    weighted = [micro["weights"].sum().item() for work in found for micro in work]
+    assert sorted(weighted) == [0.0] * (-count % size) + [3.0] * count  # what fills up counts for nothing
 
     ranges = []
     found = on_ranks(size, lambda: common.in_parts(lambda mine: ranges.append(mine) or [str(i) for i in mine], count))

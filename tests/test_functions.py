@@ -174,6 +174,19 @@ def test_kl_estimate_of_a_huge_log_ratio_is_finite(estimator, expected):
     assert logprobs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_a_mask_hides_from_a_kl_gets_no_gradient_and_gives_none(estimator, hidden, side):
+    """Log-ratio 0.1 under the mask: slope 1, .1, 1 - e**-.1; a nan or an infinity beside it."""
+    logprobs, ref = t([[-1.0, -1.0]]), t([[-1.1, -1.0]])
+    (logprobs, ref)[side][0, 1] = hidden
+    logprobs.requires_grad_()
+    kl = common.kl_estimate(logprobs, ref, estimator)
+    common.weighted_sum(kl, t([[1.0, 0.0]])).backward()
+    close(logprobs.grad, t([[{"k1": 1.0, "k2": 0.1, "k3": 0.0951626}[estimator], 0.0]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature, expected", [
     (1.0, [-0.4076060, -2.4076060]),  # -ln(1 + e**-1 + e**-2) = -ln(1.5032147), and 2 less
@@ -403,9 +416,26 @@ def test_group_of_equal_rewards_has_no_signal(script, scale_by_std, reward):
     assert (advantages[:6] == 0).all() and (advantages[6:] != 0).all()
 
 
-@pytest.mark.parametrize(
-    "function", [rloo.leave_one_out_advantages, grpo.group_advantages, gspo.group_advantages, cispo.group_advantages]
-)
+GROUPED = [rloo.leave_one_out_advantages, grpo.group_advantages, gspo.group_advantages, cispo.group_advantages]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("nearly", [0.7 - 0.4, 0.1 + 0.2, 3 * 0.1])  # .3, but for a unit of rounding or two
+def test_rewards_that_rounding_alone_tells_apart_are_equal(nearly, dtype):
+    def column(*rewards):  # each number is rounded to the dtype before it is added to another
+        return torch.stack([torch.tensor(x, dtype=dtype) for x in rewards])
+
+    rewards = column(0.3, 0.3, 0.3, nearly)
+    if nearly == 0.7 - 0.4:
+        rewards[3] = torch.tensor(0.7, dtype=dtype) - torch.tensor(0.4, dtype=dtype)
+    assert (common.normalize(rewards) == 0).all() and common.no_signal(rewards, 4).all()
+    for function in GROUPED:
+        assert (function(rewards, 4) == 0).all()
+    apart = column(1000.0, 1000.01, 1000.0, 1000.0)  # a hundredth in a thousand is no rounding
+    assert not common.no_signal(apart, 4).any() and (grpo.group_advantages(apart, 4) != 0).all()
+
+
+@pytest.mark.parametrize("function", GROUPED)
 def test_group_of_one_is_refused(function):
     with pytest.raises(ValueError):
         function(t([0.7, 0.1]), 1)

@@ -210,7 +210,10 @@ def test_a_system_prompt_makes_a_chat_of_every_prompt(tokenizer, tmp_path):
     assert texts("") == ["<user>a<assistant>", "<user>b<assistant>"]
     assert texts("s") == ["<system>s<user>a<assistant>", "<system>s<user>b<assistant>"]
     assert common.load_prompts(data, chat, 64, "s")[0].row == {"prompt": "a"}  # rewards see the row as it was
-    with pytest.raises(InputError, match="a.jsonl line 1 can't be put through the tokenizer's chat template"):
+    with pytest.raises(
+        InputError,
+        match="a.jsonl line 1 can't be put through the tokenizer's chat template .--system-prompt makes chats.",
+    ):
         common.load_prompts(data, tokenizer, 64, "s")
     data = write(tmp_path / "own.jsonl", {"prompt": [{"role": "system", "content": "x"}, user]})
     with pytest.raises(InputError, match="own.jsonl line 1 has a system message of its own"):
@@ -228,7 +231,7 @@ def test_the_reward_model_reads_the_conversation_that_the_policy_had():
     assert score == pytest.approx([model(**ids).logits.item()], abs=1e-5)
 
 
-def test_prompts_come_from_csv_and_parquet_too(tokenizer, tmp_path):
+def test_prompts_come_from_csv_too(tokenizer, tmp_path):
     (tmp_path / "a.csv").write_text('prompt,answer\n"1+1=",2\n"2,5 and\n3=",x\n')
     prompts = common.load_prompts(str(tmp_path / "a.csv"), tokenizer, 64)
     assert [p.row for p in prompts] == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2,5 and\n3=", "answer": "x"}]
@@ -241,9 +244,6 @@ def test_prompts_come_from_csv_and_parquet_too(tokenizer, tmp_path):
     (tmp_path / "latin.csv").write_bytes("prompt\ncafé\n".encode("latin-1"))
     with pytest.raises(InputError, match="latin.csv is not UTF-8"):
         common.load_prompts(str(tmp_path / "latin.csv"), tokenizer, 64)
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"prompt": "1+1=", "answer": 2}]).to_parquet(tmp_path / "a.parquet")
-    assert common.load_prompts(str(tmp_path / "a.parquet"), tokenizer, 64)[0].row == {"prompt": "1+1=", "answer": 2}
 
 
 # --- rewards ---
@@ -379,7 +379,7 @@ def test_evaluation_has_its_own_temperature_and_number_of_samples(tmp_path):
     assert four == wide and four["eval_reward"] < four["eval_pass@4"] <= 1
     samples = [json.loads(line) for line in (tmp_path / "2" / "samples.jsonl").read_text().splitlines()]
     prompts = [s["prompt"] for s in samples if s.get("held_out") and s["step"] == 0]
-    assert len(set(prompts)) == len(prompts)
+    assert len(prompts) == 4 and len(set(prompts)) >= 2  # the best and the worst of a prompt, or one if all are equal
 
 
 def test_pass_at_k_is_the_best_of_k(tokenizer):
@@ -390,7 +390,7 @@ def test_pass_at_k_is_the_best_of_k(tokenizer):
     rollout = partial(common.generate, random_model(), tokenizer, max_new_tokens=4)
     metrics, samples = common.evaluate(rollout, reward_fns, prompts, 4, 1.0, 0)
     assert metrics == pytest.approx({"eval_reward": 0.225, "eval_pass@4": 0.55})
-    assert [s["reward"] for s in samples] == [0, 0] and [s["prompt"] for s in samples] == ["5", "6"]
+    assert [(s["prompt"], s["reward"]) for s in samples] == [("5", 1), ("5", 0), ("6", pytest.approx(0.1)), ("6", 0)]
     assert all(s["held_out"] for s in samples)
 
 

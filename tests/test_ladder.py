@@ -109,7 +109,7 @@ def test_the_first_half_of_common_is_what_an_algorithm_stands_on():
     assert len(first.splitlines()) <= 500
     plumbing = {f.name for f in ast.parse(second).body if isinstance(f, ast.FunctionDef | ast.ClassDef)}
     met = set(re.findall(r"\w+", re.sub(NOT_CODE, "", first))) & plumbing
-    assert met == {"autocast", "gathered", "in_parts", "in_turn", "summed"}
+    assert met == {"autocast", "gathered", "in_parts", "summed"}
 
 
 @pytest.mark.parametrize("module", SCRIPTS)

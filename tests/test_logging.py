@@ -122,7 +122,7 @@ def test_a_step_is_a_line_and_an_evaluation_shows_a_sample_without_control_chara
     lines = out.splitlines()
     samples = [line for line in lines if line.startswith("    ")]
     assert [line for line in lines if line not in samples] == [
-        f"run folder: {tmp_path / 'run'}",
+        f"run folder: {tmp_path / 'run'}; --resume {tmp_path / 'run'} goes on with it",
         "step 0: eval_reward 0.625",
         "step 1: reward 1, kl 1.25, completion_length 1.375, tokens_per_second 1.5",
         "step 2: reward 2, kl 2.25, completion_length 2.375, eval_reward 2.625, tokens_per_second 2.5",

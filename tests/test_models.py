@@ -11,7 +11,7 @@ from test_scripts import FEW, SCRIPTS, train
 from transformers import AutoModelForCausalLM
 
 import common
-from common import Prompt
+from common import InputError, Prompt
 
 CPU = torch.device("cpu")
 POLICY = SimpleNamespace(device=CPU, compute_dtype=torch.float32)  # what the loaders ask of a policy
@@ -37,6 +37,9 @@ FAMILIES = {
     "OPT": {"ffn_dim": 64, "max_position_embeddings": 128, "word_embed_proj_dim": 32},  # positions from 2, dropout 0.1
     "Bloom": {},  # a bias in place of positions
     "GptOss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8},  # attention sinks
+    "Mamba": {"state_size": 8},  # a state in place of a cache: no attention, and no mask after the prompt
+    "FalconMamba": {"state_size": 8},
+    "Jamba": GROUPED | {"num_experts": 2, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},  # both
 }
 
 
@@ -117,6 +120,45 @@ def test_a_family_goes_through_all_stages_and_comes_back_from_its_folder(tokeniz
     assert sum(moved) > 0.8 * len(moved)
     saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert all(saved[key] == value for key, value in config.items() if "drop" in key or key == "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_experts_whose_config_asks_for_the_routers_logits_are_trained(family, tokenizer, tmp_path):
+    """As people save them after fine-tuning."""
+    model = random_model(family)
+    model.config.output_router_logits = True
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = {"model": str(tmp_path / "model"), "dataset": str(FEW / "addition.jsonl"), "max_new_tokens": 4}
+    options |= {"reward_fn": ("exact_match",), "num_prompts": 2, "num_steps": 1, "eval_every": 0}
+    metrics = train("grpo", tmp_path / "run", **options)
+    assert metrics[1]["sampler_gap"] < 1e-4 and metrics[1]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_model_whose_sampling_is_not_its_scoring_is_refused_before_anything_is_believed(tokenizer, monkeypatch):
+    """By 0.01 nats in float32: the first token after a cache is opened takes its neighbour's logits, now and then."""
+    model = random_model()
+    prompts = [*RAGGED, *prompts_of([0, 100])]
+    common.check_fits(model, tokenizer, prompts, 24)
+    forward = type(model).forward
+
+    def off(self, *args, cache=None, **how):
+        out = forward(self, *args, cache=cache, **how)
+        out.logits = out.logits * (1.01 if cache is not None else 1.0)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", off)
+    with pytest.raises(InputError, match="LlamaForCausalLM: sampling and scoring it differ by 0.[0-9]+ nats per token"):
+        common.check_fits(model, tokenizer, prompts, 24)
+
+
+def test_a_model_without_a_cache_of_ours_is_refused_in_a_sentence(tokenizer):
+    """It keeps its state in its modules."""
+    config = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.RecurrentGemmaConfig(**config, intermediate_size=64, lru_width=32, attention_window_size=16)
+    model = common.prepare(AutoModelForCausalLM.from_config(config), torch.float32, trainable=True)
+    with pytest.raises(InputError, match="RecurrentGemmaForCausalLM can't read these prompts, or not with a cache"):
+        common.check_fits(model, tokenizer, RAGGED, 24)
 
 
 def test_pairs_of_tokens_are_drawn_from_softmax_of_the_logits_over_temperature(tokenizer):

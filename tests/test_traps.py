@@ -305,6 +305,82 @@ def test_equal_rewards_move_nothing_although_float32_rounds_their_mean(name, tmp
     assert all(torch.equal(before[k].float(), after[k]) for k in before)
 
 
+@pytest.mark.parametrize("name", ["rloo", "grpo", "gspo", "cispo"])
+def test_two_rewards_of_a_constant_sum_move_nothing(name, tmp_path):
+    """.1 + .2 and .3 + 0: in float32 they differ by a unit of rounding."""
+    (tmp_path / "two.py").write_text(
+        "def one(prompts, completions, rows):\n    return [0.1 if len(c) % 2 else 0.3 for c in completions]\n"
+        "def other(prompts, completions, rows):\n    return [0.2 if len(c) % 2 else 0.0 for c in completions]\n"
+    )
+    options = {"reward_fn": (f"{tmp_path}/two.py:one", f"{tmp_path}/two.py:other"), "kl_coef": 0.0, "num_steps": 2}
+    metrics = train(name, tmp_path / "run", **SMALL | options)
+    assert metrics[1]["no_signal_fraction"] == 1.0 and 0.1 < metrics[1]["reward/one"] < 0.3
+    before, after = weights_of(ROOT / "tiny/policy"), weights_of(tmp_path / "run" / "final")
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_a_step_that_trains_no_token_leaves_weights_and_optimizer_alone(name, tmp_path):
+    """Adam's momentum of the step before would move them on: in the second step all rows are cut, and masked."""
+    script, options = SCRIPTS[name], SMALL | ADDITION | {"mask_truncated": True, "num_steps": 1, "minibatch_size": 0}
+    train(name, tmp_path / "run", **options)
+    one = torch.load(tmp_path / "run" / "checkpoint-1" / "state.pt")
+    resumed = {"output_dir": str(tmp_path / "run"), "resume": str(tmp_path / "run"), "num_steps": 2}
+    script.main(script.Args(**options | resumed | {"max_new_tokens": 1}))
+    two = torch.load(tmp_path / "run" / "checkpoint-2" / "state.pt")
+    row = metrics_of(tmp_path / "run")[-1]
+    assert row["truncated_fraction"] == 1.0 and row["grad_norm"] == 0.0
+    before, after = (weights_of(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2))
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    for key, state in one["optimizer"]["state"].items():
+        assert all(torch.equal(x, two["optimizer"]["state"][key][k]) for k, x in state.items())
+
+
+@EVERY
+def test_in_bfloat16_the_first_kl_is_0_in_metrics_and_rewards(name, tmp_path, monkeypatch):
+    """Policy and reference are one model: the sampler's rounding is not in the KL."""
+    kls, kl_estimate = [], common.kl_estimate
+
+    def recorded(*args):
+        kls.append(kl_estimate(*args))
+        return kls[-1]
+
+    monkeypatch.setattr(common, "kl_estimate", recorded)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Review of the musical Red Road:"}\n')
+    options = SMALL | {"dtype": "bfloat16", "kl_coef": 0.1, "num_steps": 1, "minibatch_size": 0}
+    row = train(name, tmp_path / "run", **options | {"dataset": str(tmp_path / "a.jsonl")})[0]
+    assert row["sampler_gap"] > 3e-4 and row["kl"] == pytest.approx(0, abs=1e-9)
+    assert len(kls) >= 2 and all(kl.abs().max() < 1e-4 for kl in kls)
+
+
+@EVERY
+@pytest.mark.parametrize("quantity", ["logprobs", "ref_logprobs", "old_logprobs", "advantages"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_number_that_is_not_finite_stops_before_the_update_and_is_named(name, quantity, bad, tmp_path, monkeypatch):
+    """At a trained token; at a tool's it may be anything."""
+    batch = {"mask": t([[1, 1, 0], [1, 1, 1]]), quantity: t([[-1, -1, bad], [-1, -1, -1]])}
+    assert len([*common.minibatches(batch, 1, 0, (0,))]) == 1
+    batch[quantity][1, 2] = bad
+    with pytest.raises(InputError, match=f"{quantity} of a trained token are not finite"):
+        next(common.minibatches(batch, 1, 0, (0,)))
+    if quantity != "ref_logprobs" or bad == -math.inf:
+        return
+    scored = common.no_grad_pass
+
+    def poisoned(fn, batch, microbatch_tokens):
+        found = scored(fn, batch, microbatch_tokens)
+        return found if getattr(fn, "args", [None])[0] is policies[0] else found * bad
+
+    policies, load_policy = [], common.load_policy
+    monkeypatch.setattr(
+        common, "load_policy", lambda *args, **how: policies.append(load_policy(*args, **how)) or policies[0]
+    )
+    monkeypatch.setattr(common, "no_grad_pass", poisoned)
+    with pytest.raises(InputError, match=" of a trained token are not finite"):
+        train(name, tmp_path / "run", **SMALL | ADDITION | {"kl_coef": 0.1, "save_every": 1})
+    assert not common.checkpoints(tmp_path / "run")
+
+
 @pytest.mark.parametrize("n", [2, 6, 7, 100, 1001])
 def test_whitened_equal_advantages_are_0(n):
     """Trap: what rounding leaves of the mean, over sqrt(1e-8), is 6e-4 for seven .9: Adam makes whole steps of that."""
