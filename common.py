@@ -848,7 +848,7 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
         ids, scores = [*map(ids_of, prompts, completions, rows)], {}
         longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         pieces = cut_rows(longest_first, lambda rows: len(rows) * len(ids[rows[0]]), batch_tokens, len(ids))
-        with gathered(model), autocast(model), explained("the reward model can't read that many tokens"):
+        with gathered(model), autocast(model), explained("the reward model can't read that many tokens, or not these"):
             for piece in pieces:
                 rows = [torch.tensor(ids[i], device=model.device) for i in piece]
                 # NOTE: transformers reads a score at the last token that is not the pad id: no row may end in that one

@@ -10,8 +10,17 @@ import pytest
 import torch
 import transformers
 from test_models import CPU, POLICY, RAGGED, prompts_of, random_model
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import cispo
 import common
@@ -108,6 +117,67 @@ def test_collate_makes_a_batch_of_anybodys_completions(tokenizer, kind):
 def test_collate_refuses_what_is_no_completion(tokenizer, ids, logprobs, masks):
     with pytest.raises(ValueError, match="a completion has one token or more"):
         common.collate(tokenizer, prompts_of([0]), 2, [[5, 1], ids], [[-1, -1], logprobs], [0, 0], [[1, 1], masks])
+
+
+TEXT = "The answer is 42, playing games. 日本 é 😀 unbelievable"
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+SPECIAL = ["<s>", "</s>", "<unk>"]
+
+
+def tokenizer_of(kind):
+    """Each kind as its models have it, trained on a line of text, with an added token that is not special."""
+    if kind == "byte-level":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    elif kind == "WordPiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL)
+    else:
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        trainer = trainers.BpeTrainer(vocab_size=310, special_tokens=SPECIAL + BYTES)
+        if kind == "Llama 2":
+            steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            made.normalizer = normalizers.Sequence(steps)
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        else:
+            scheme = kind.removeprefix("SentencePiece, blank ")
+            made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+            steps = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+        made.decoder = decoders.Sequence(steps)
+    made.train_from_iterator([TEXT] * 3, trainer)
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    made.add_tokens([AddedToken("<tool>", normalized=False)])
+    return made
+
+
+KINDS = ["byte-level", "WordPiece", "Llama 2", *(f"SentencePiece, blank {x}" for x in ("first", "never", "always"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_and_completion_are_the_text_that_was_sampled(kind):
+    """Cut after each token of a text in turn: the first blank stays, and "##" goes, wherever the prompt ends."""
+    made = tokenizer_of(kind)
+    ids = made(TEXT + "<tool> 42").input_ids
+    text = made.decode(ids, skip_special_tokens=True)
+    assert len(ids) > 8 and "answer is 42" in text and "<tool>" in text
+    for cut in range(2, len(ids)):
+        prompt = Prompt(ids[:cut], made.decode(ids[:cut], skip_special_tokens=True), {})
+        if "\ufffd" in prompt.text:
+            continue  # a prompt is a text, it does not end within a character
+        row = [*ids[cut:], made.eos_token_id]
+        batch = common.collate(made, [prompt], 1, [row], [[-1.0] * len(row)], [False])
+        assert prompt.text + batch["completions"][0] == text, (cut, prompt.text)
+    half = (
+        made("é", add_special_tokens=False).input_ids[-1:]
+        if kind == "byte-level"
+        else made.convert_tokens_to_ids(["a"])
+    )
+    batch = common.collate(made, [Prompt(ids[:3], "", {})], 1, [half], [[-1.0]], [True])
+    assert len(batch["completions"][0].strip()) == 1  # half a character is one replacement sign
 
 
 def test_collate_puts_tensors_on_the_device_and_rows_of_a_one_token_prompt_apart(tokenizer):
@@ -264,6 +334,13 @@ def test_an_eos_that_the_tokenizer_adds_to_every_text_goes(tokenizer, tmp_path):
     assert prompt.ids == tokenizer("1+1=").input_ids
 
 
+@pytest.mark.parametrize("text", ["<bos>1+1=", "1+1="])
+def test_a_text_that_begins_with_the_start_token_gets_no_second_one(text, tokenizer, tmp_path):
+    (prompt,) = common.load_prompts(write(tmp_path / "a.jsonl", {"prompt": text}), tokenizer, 64)
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1 and prompt.text == text
+    assert prompt.ids == tokenizer("1+1=").input_ids
+
+
 def test_an_eos_that_the_user_wrote_stays(tokenizer, tmp_path):
     (prompt,) = common.load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a<eos>"}), tokenizer, 64)
     assert prompt.ids[-1] == tokenizer.eos_token_id
@@ -275,11 +352,61 @@ def test_an_eos_that_the_user_wrote_stays(tokenizer, tmp_path):
     (["[1, 2]"], 'line 1 has no "prompt"'),
     (['{"prompt": []}'], 'line 1 has no "prompt"'),
     (['{"prompt": ["hi", "there"]}'], 'line 1 has no "prompt"'),
+    # as people have them: what was found is shown beside what is needed
+    (['{"question": "2+2", "answer": 4}'], 'line 1 has no "prompt" .*question.*answer'),
+    (["["], "line 1 is not JSON, one object a line"),
+    (['{"conversations": [{"from": "human", "value": "a"}]}'], "line 1 .*messages with texts as .content.*from.*human"),
+    (['{"prompt": [{"from": "human", "value": "a"}]}'], "line 1 .*messages with texts as .content.*from.*human"),
+    (['{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}'], "line 1 .*with texts as .content.*type"),
+    (['{"prompt": "[{\\"role\\": \\"user\\", \\"content\\": \\"a\\"}]"}'], 'line 1 has no "prompt" that is a text'),
+    (['{"prompt": "[{\'content\': \'a\', \'role\': \'user\'}]"}'], 'line 1 has no "prompt" that is a text'),
+    (['{"prompt": "\\ud800"}'], "line 1 can't be put through the tokenizer"),  # half of a pair
     ([], "has no prompt of at most"),
 ])  # fmt: skip
 def test_a_broken_row_names_its_file_and_line(tokenizer, tmp_path, rows, message):
     with pytest.raises(InputError, match=f"a.jsonl.* {message}"):
         common.load_prompts(write(tmp_path / "a.jsonl", *rows), tokenizer, 64)
+
+
+def test_a_csv_file_keeps_blanks_and_long_fields_and_another_separator_shows(tokenizer, tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,solution\n The sum is,  " + "7" * 200_000 + "\n")
+    (prompt,) = common.load_prompts(str(tmp_path / "a.csv"), tokenizer, 64)
+    assert prompt.row == {"prompt": " The sum is", "solution": "  " + "7" * 200_000}
+    (tmp_path / "b.csv").write_text("prompt;answer\na;1\n")
+    with pytest.raises(InputError, match="b.csv row 1 has no .prompt.*'prompt;answer': 'a;1'"):
+        common.load_prompts(str(tmp_path / "b.csv"), tokenizer, 64)
+
+
+def test_samples_are_the_best_and_the_worst_of_a_prompt_with_all_that_is_known_of_them():
+    """Two prompts, groups of three; per-token advantages are averaged over the mask: (3 + 5) / 2 is 4."""
+    prompts = [Prompt([5], text, {"prompt": text, "answer": n}) for n, text in enumerate("ab") for _ in range(3)]
+    batch = {"prompts": prompts, "completions": list("uvwxyz"), "rewards": torch.tensor([0.5, 2, -1, 1, 1, 1])}
+    batch |= {"truncated": torch.tensor([False, True, False, False, False, False]), "reward/mine": torch.arange(6.0)}
+    batch["mask"] = torch.tensor([[1.0, 0.0, 1.0]] * 6)
+    found = common.samples_of(batch, 3, advantage=torch.tensor([[3.0, 99.0, 5.0]] * 6))
+    best = {"prompt": "a", "completion": "v", "reward": 2.0, "truncated": True, "reward/mine": 1.0, "advantage": 4.0}
+    assert found[0] == best | {"row": {"prompt": "a", "answer": 0}}
+    assert [(x["prompt"], x["completion"]) for x in found] == [("a", "v"), ("a", "w"), ("b", "x"), ("b", "z")]
+    assert [x["completion"] for x in common.samples_of(batch, 1, advantage=torch.zeros(6))] == list("uvwx")
+
+
+def test_the_stop_tokens_are_shown(tokenizer, capsys):
+    """A base model with the template of an instruct model never stops, and this is where one sees it."""
+    model = random_model()
+    model.generation_config.eos_token_id = [1, 50]
+    common.check_fits(model, tokenizer, RAGGED, 4)
+    assert f"stop tokens: ['<eos>', {tokenizer.convert_ids_to_tokens(50)!r}]" in capsys.readouterr().out
+    endless = common.load_tokenizer("tiny/policy")
+    endless.eos_token, model.generation_config.eos_token_id = None, None
+    common.check_fits(model, endless, RAGGED, 4)
+    assert "stop tokens: none, all completions are cut" in capsys.readouterr().out
+
+
+def test_without_tiny_beside_common_its_place_is_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    with pytest.raises(InputError, match="tiny/policy is not here: copy tiny/ from the repository, or name your own"):
+        common.load_tokenizer("tiny/policy")
 
 
 def test_prompts_come_in_epochs_each_in_its_own_order():

@@ -102,6 +102,44 @@ def test_a_signal_from_outside_saves_a_checkpoint_after_the_step(number, reader,
     assert stopped < 100 and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
 
 
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_is_closed_saves_a_checkpoint_unless_the_run_was_told_not_to_mind(nohup, tmp_path):
+    options = SMALL | ADDITION | {"num_steps": 30, "eval_every": 0, "output_dir": tmp_path / "run"}
+    command = ["nohup"] * nohup + [sys.executable, "grpo.py", *words_of(options)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
+    next(line for line in process.stdout if line.startswith("step 2:"))
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == (0 if nohup else 128 + signal.SIGHUP)
+    stopped = metrics_of(tmp_path / "run")[-1]["step"]
+    assert (stopped == 30) == nohup and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
+
+
+PRINTS = """import sys
+
+def score(prompts, completions, rows):
+    print("scoring", len(completions))
+    print("scoring", file=sys.stderr, flush=True)
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_a_print_of_ones_own_that_nobody_reads_any_more_loses_nothing(tmp_path):
+    """Ctrl-C under 2>&1 | tee log ends tee at once."""
+    (tmp_path / "reward.py").write_text(PRINTS)
+    options = SMALL | {"reward_fn": f"{tmp_path}/reward.py:score", "num_steps": 200, "eval_every": 0}
+    command = [sys.executable, "grpo.py", *words_of(options | {"output_dir": tmp_path / "run"})]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
+    next(line for line in process.stdout if line.startswith("step 2:"))
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    stopped = metrics_of(tmp_path / "run")[-1]["step"]
+    assert stopped < 100 and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
+
+
 def test_a_signal_stops_after_the_step_and_the_run_goes_on(signalled, tmp_path, capsys):
     (tmp_path / "signals").write_text("2")
     with pytest.raises(SystemExit) as end:
@@ -297,6 +335,23 @@ def flat(thing, name=""):
         items = thing.items() if isinstance(thing, dict) else enumerate(thing)
         return {k: v for key, value in items for k, v in flat(value, f"{name}.{key}").items()}
     return {} if thing is None or isinstance(thing, str) else {name: thing}
+
+
+def test_flags_beside_resume_stay_only_once_they_have_worked(tmp_path, capsys):
+    (tmp_path / "raises.py").write_text("def score(prompts, completions, rows):\n    return [1 / 0 for _ in rows]\n")
+    run = tmp_path / "run"
+    train("grpo", run, **SMALL | ADDITION | {"num_steps": 1})
+    before = (run / "args.json").read_text()
+    with pytest.raises(ZeroDivisionError):
+        run_command(["grpo.py", "--resume", str(run), "--num-steps", "2", "--reward-fn", f"{tmp_path}/raises.py:score"])
+    assert (run / "args.json").read_text() == before
+    capsys.readouterr()
+    run_command(["grpo.py", "--resume", str(run)])  # one step was asked for, and is done: it says where it stands
+    assert f"run folder: {run}, after step 1" in capsys.readouterr().out
+    assert [row["step"] for row in metrics_of(run)] == [0, 1] and (run / "args.json").read_text() == before
+    run_command(["grpo.py", "--resume", str(run), "--num-steps", "2", "--lr", "1e-4"])
+    saved = json.loads((run / "args.json").read_text())
+    assert saved["lr"] == 1e-4 and saved["num_steps"] == 2 and [row["step"] for row in metrics_of(run)] == [0, 1, 2]
 
 
 def test_a_run_that_died_between_its_last_checkpoint_and_final_gets_its_final(tmp_path):

@@ -269,6 +269,30 @@ def test_a_reward_function_that_is_called_as_the_reward_model_counts_beside_it(t
     torch.testing.assert_close(found["rewards"], found["reward/reward_model"] + 1000.0)
 
 
+def test_a_reward_model_that_has_no_position_or_embedding_for_a_text_is_named(tokenizer):
+    """RoBERTa counts positions from its pad id + 1 on: of 34, 32 are left."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    shape |= {"max_position_embeddings": 34, "pad_token_id": 1, "num_labels": 1}
+    for vocab_size, digits, is_read in (
+        (512, 29, True),
+        (512, 30, True),
+        (512, 31, True),
+        (512, 33, False),
+        (8, 9, False),
+    ):
+        model = transformers.RobertaForSequenceClassification(
+            transformers.RobertaConfig(**shape, vocab_size=vocab_size)
+        )
+        fn = common.reward_model_fn(common.prepare(model, torch.float32, False), tokenizer, 100, None)
+        prompt = "1" * digits
+        given = [prompt], [""], [{"prompt": prompt}]
+        if is_read and len(tokenizer(prompt).input_ids) <= 32:
+            assert len(fn(*given)) == 1
+            continue
+        with pytest.raises(InputError, match="the reward model can't read that many tokens, or not these: "):
+            fn(*given)
+
+
 @pytest.mark.parametrize("num_labels", [2, 5])
 def test_a_reward_model_with_several_labels_is_refused(tokenizer, num_labels, tmp_path):
     config = transformers.LlamaConfig(**SHAPE, vocab_size=512, num_labels=num_labels)

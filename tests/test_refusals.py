@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_scripts import ADDITION, ROOT, SMALL, TEMPLATE, run_command, train
+from test_scripts import ADDITION, FEW, ROOT, SMALL, TEMPLATE, run_command, train
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -125,6 +125,8 @@ RANGES = [
     ("--is-correction-cap -1", "--is-correction-cap must be 0 or more"),
     ("--overlong-buffer -1", "--overlong-buffer must be 0 or more"), ("--seed -1", "--seed must be 0 or more"),
     ("--entropy-coef nan", "--entropy-coef must be 0 or more, not nan"),
+    ("--clip-low 7", "--clip-low must be from 0 to 1, not 7"),
+    ("--overlong-buffer 200 --max-new-tokens 100", "--overlong-buffer is a part of --max-new-tokens and can't be larger"),
 ]  # fmt: skip
 THINGS = [  # BAD is the folder above
     ("--dataset BAD/nothere.jsonl", "nothere.jsonl is no JSONL or CSV file"),
@@ -244,6 +246,24 @@ def test_what_cannot_work_ends_in_one_sentence(flags, sentence, bad, tmp_path, m
     assert code == 1 and text.startswith("error: ") and sentence.replace("BAD", str(bad)) in text, text
     assert text.count("\n") == 0 and "Traceback" not in text
     assert listing(bad) == before and nothing_was_learnt(tmp_path)  # nothing was written over
+
+
+@pytest.mark.parametrize("script, flags, sentence", [
+    ("ppo", "--gamma 3", "--gamma must be from 0 to 1, not 3"),
+    ("ppo", "--gae-lambda 5", "--gae-lambda must be from 0 to 1, not 5"),
+    ("reinforce", "--gamma 1.1", "--gamma must be from 0 to 1, not 1.1"),
+    ("reinforce", "--num-prompts 1 --group-size 1", "--weighting baseline is the mean of the other rows"),
+])  # fmt: skip
+def test_what_cannot_work_in_one_script(script, flags, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command([f"{script}.py", *flags.split(), "--output-dir", str(tmp_path / "run")])
+    assert str(end.value).startswith("error: ") and sentence in str(end.value) and not (tmp_path / "run").exists()
+
+
+def test_a_total_return_needs_no_other_row(tmp_path):
+    words = "reinforce.py --weighting total --num-prompts 1 --num-steps 1 --max-new-tokens 4 --eval-every 0"
+    run_command([*words.split(), "--dataset", str(FEW / "reviews.jsonl"), "--output-dir", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
 @pytest.mark.parametrize("function, kind, message", OWN)
