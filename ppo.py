@@ -249,6 +249,7 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
 
     def old_pass(micro: dict) -> torch.Tensor:  # NOTE: the policy first, a shared value head reads its hidden states
         return torch.stack([common.logprobs_of(policy, args.temperature, micro), value_model(micro)])
@@ -272,14 +273,19 @@ def main(args: Args) -> None:
             batch["ref_logprobs"] = no_grad_pass(partial(common.logprobs_of, reference, args.temperature), batch)
 
         # 3. advantages
-        # as sampled they will not do: decoding with a cache rounds differently, and the first ratio would not be 1
-        batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch)
+        if args.num_epochs > 1 or 0 < args.minibatch_size < len(batch["mask"]) or (reference and not sampler_is_exact):
+            # else the first pass gives them; as sampled, rounded by decoding with a cache, the first ratio is not 1
+            batch["old_logprobs"], batch["values"] = no_grad_pass(old_pass, batch)
+        elif args.shared_backbone:
+            batch["values"] = no_grad_pass(old_pass, batch)[1]
+        else:
+            batch["values"] = no_grad_pass(value_model, batch)
         rewards = batch["rewards"] - args.missing_eos_penalty * batch["truncated"]  # (B,)
         if args.normalize_rewards:
             rewards = common.normalize(rewards)
         token_rewards = common.at_last_token(rewards, batch["mask"])  # (B, T)
         if reference is not None:
-            kl = common.kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], "k1")  # (B, T)
+            kl = common.kl_estimate(batch.get("old_logprobs", batch["logprobs"]), batch["ref_logprobs"], "k1")  # (B, T)
             token_rewards = token_rewards - args.kl_coef * kl  # in a reward only k1 pulls the right way
         advantages, batch["returns"] = gae(token_rewards, batch["values"], batch["mask"], args.gamma, args.gae_lambda)
         # NOTE: where rewards are all equal and there is no KL, the value model's errors are what is scaled up to 1

@@ -319,8 +319,8 @@ def test_the_loop_takes_the_steps_of_a_naive_one(name, options, tmp_path, monkey
             batch.old_logprobs = numbers(lambda *pair: logprobs_of(policy, *pair, args.temperature)[0])
             batch.values = numbers(values) if name == "ppo" else None
         # scored, but where the sampler is taken to be exact and nothing else needs a pass
-        several = name in ("grpo", "gspo", "cispo") and (args.num_epochs > 1 or 0 < args.minibatch_size < 12)
-        batch.for_kl = batch.old_logprobs if several or name == "ppo" or args.is_correction_cap else batch.logprobs
+        several = name in ("ppo", "grpo", "gspo", "cispo") and (args.num_epochs > 1 or 0 < args.minibatch_size < 12)
+        batch.for_kl = batch.old_logprobs if several or args.is_correction_cap else batch.logprobs
         uneven |= any(len(set(lengths[i : i + 3])) > 1 for i in range(0, 12, 3))
         advantages, returns = naive_advantages(name, args, batch)
         totals = dict.fromkeys(("entropy", "weights", "ratio_mean", "clip_fraction", "value_loss"), 0.0)
