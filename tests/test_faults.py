@@ -104,7 +104,8 @@ def test_a_signal_from_outside_saves_a_checkpoint_after_the_step(number, reader,
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_is_closed_saves_a_checkpoint_unless_the_run_was_told_not_to_mind(nohup, tmp_path):
-    options = SMALL | ADDITION | {"num_steps": 30, "eval_every": 0, "output_dir": tmp_path / "run"}
+    steps = 12 if nohup else 400
+    options = SMALL | ADDITION | {"num_steps": steps, "eval_every": 0, "output_dir": tmp_path / "run"}
     command = ["nohup"] * nohup + [sys.executable, "grpo.py", *words_of(options)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
@@ -113,7 +114,7 @@ def test_a_terminal_that_is_closed_saves_a_checkpoint_unless_the_run_was_told_no
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == (0 if nohup else 128 + signal.SIGHUP)
     stopped = metrics_of(tmp_path / "run")[-1]["step"]
-    assert (stopped == 30) == nohup and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
+    assert (stopped == steps) == nohup and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
 
 
 PRINTS = """import sys
@@ -128,7 +129,7 @@ def score(prompts, completions, rows):
 def test_a_print_of_ones_own_that_nobody_reads_any_more_loses_nothing(tmp_path):
     """Ctrl-C under 2>&1 | tee log ends tee at once."""
     (tmp_path / "reward.py").write_text(PRINTS)
-    options = SMALL | {"reward_fn": f"{tmp_path}/reward.py:score", "num_steps": 200, "eval_every": 0}
+    options = SMALL | {"reward_fn": f"{tmp_path}/reward.py:score", "num_steps": 400, "eval_every": 0}
     command = [sys.executable, "grpo.py", *words_of(options | {"output_dir": tmp_path / "run"})]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
@@ -137,7 +138,7 @@ def test_a_print_of_ones_own_that_nobody_reads_any_more_loses_nothing(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
     stopped = metrics_of(tmp_path / "run")[-1]["step"]
-    assert stopped < 100 and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
+    assert stopped < 400 and common.checkpoints(tmp_path / "run")[-1].name == f"checkpoint-{stopped}"
 
 
 def test_a_signal_stops_after_the_step_and_the_run_goes_on(signalled, tmp_path, capsys):
