@@ -226,6 +226,15 @@ def test_the_gradient_does_not_depend_on_the_microbatches(tokenizer):
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
 
 
+def test_rows_are_cut_where_the_budget_ends_and_not_before():
+    def two_each(rows):
+        return 2 * len(rows)
+
+    assert common.cut_rows([5, 4, 3, 2, 1], two_each, 4, 9) == [[5, 4], [3, 2], [1]]
+    assert common.cut_rows([5, 4, 3], two_each, 100, 2) == [[5, 4], [3]]  # no more rows than asked
+    assert common.cut_rows([5, 4], two_each, 1, 9) == [[5], [4]] and common.cut_rows([], two_each, 1, 9) == []
+
+
 def test_minibatches_cover_the_batch_once_an_epoch_and_never_lose_the_last_rows():
     batch = {"mask": torch.ones(10, 1), "x": torch.arange(10)}
     sizes = [len(m["x"]) for m in common.minibatches(batch, 2, 4, key=(0, 1))]

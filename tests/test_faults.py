@@ -304,8 +304,10 @@ def test_a_run_is_resumed_from_any_folder(tmp_path, monkeypatch, capsys):
         run_command(["grpo.py", "--resume", "../run", "--num-steps", str(steps)])
     announced = [line for line in capsys.readouterr().out.splitlines() if "resuming with" in line]
     assert announced == ["resuming with --num-steps 2 (was 1)", "resuming with --num-steps 3 (was 2)"]
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 3]
-    assert not list((tmp_path / "elsewhere").iterdir())
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and not list((tmp_path / "elsewhere").iterdir())
+    names = [{name for name in row if name.startswith("reward/")} for row in rows[1:]]
+    assert names == [{"reward/exact_match", "reward/score"}] * 3  # whatever way leads to the file
 
 
 @pytest.mark.parametrize("name, options", [
