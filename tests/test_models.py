@@ -152,6 +152,14 @@ def test_a_model_whose_sampling_is_not_its_scoring_is_refused_before_anything_is
         common.check_fits(model, tokenizer, prompts, 24)
 
 
+def test_a_token_without_an_embedding_is_found_wherever_it_stands(tokenizer):
+    """In a prompt that is neither the shortest nor the longest; of 512 embeddings, 511 is the last."""
+    model = random_model()
+    common.check_fits(model, tokenizer, prompts_of([0, 5], [0, 511, 3], [0, 3, 4, 5]), 4)
+    with pytest.raises(InputError, match="can't read these prompts.*index out of range"):
+        common.check_fits(model, tokenizer, prompts_of([0, 5], [0, 512, 3], [0, 3, 4, 5]), 4)
+
+
 def test_a_model_without_a_cache_of_ours_is_refused_in_a_sentence(tokenizer):
     """It keeps its state in its modules."""
     config = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
