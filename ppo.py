@@ -320,8 +320,7 @@ def main(args: Args) -> None:
             value_grad_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             if not math.isfinite(norm := float(grad_norm + value_grad_norm)):
                 raise InputError(f"the gradient norm is {norm} in step {step}: no update; lower --lr")
-            if norm > 0:  # else Adam would go on by its momentum alone
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad()
             per_update.update(updates=1, grad_norm=grad_norm, value_grad_norm=value_grad_norm)
         timer.lap("update")

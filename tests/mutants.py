@@ -251,7 +251,6 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     (("reinforce.py", "rloo.py", "ppo.py"), "batch.get(\"old_logprobs\", batch[\"logprobs\"])", "batch[\"logprobs\"]"),
     (SCRIPTS, "sampler_is_exact = dtype == torch.float32 and", "sampler_is_exact ="),
     (("reinforce.py", "rloo.py", "grpo.py", "gspo.py", "cispo.py"), "            if grad_norm > 0:  # else Adam would go on by its momentum alone\n", "            if True:\n"),
-    ("ppo.py", "            if norm > 0:  # else Adam would go on by its momentum alone\n", "            if True:\n"),
     (GROUPED, "if args.overlong_buffer > args.max_new_tokens:", "if False:"),
     ("reinforce.py", "if args.weighting == \"baseline\" and args.num_prompts", "if args.num_prompts"),
 ]  # fmt: skip

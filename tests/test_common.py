@@ -226,6 +226,14 @@ def test_the_gradient_does_not_depend_on_the_microbatches(tokenizer):
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
 
 
+def test_rewards_are_summed_before_they_are_rounded():
+    """1000.1 - 1000 and .1 - 0: the first is .1 to 13 digits, but to 4 only where each number is a float32 first."""
+    rewards = {"one": (lambda prompts, completions, rows: [1000.1, 0.1], 1.0)}
+    rewards["other"] = (lambda prompts, completions, rows: [1000.0, 0.0], -1.0)
+    found = common.score(rewards, batch_of(["a", "b"]))["rewards"]
+    assert found.dtype == torch.float32 and common.no_signal(found, 2).all()
+
+
 def test_rows_are_cut_where_the_budget_ends_and_not_before():
     def two_each(rows):
         return 2 * len(rows)

@@ -302,6 +302,13 @@ def test_a_reward_model_with_several_labels_is_refused(tokenizer, num_labels, tm
         common.load_rewards(str(tmp_path), (), (), None, POLICY, 100)
 
 
+def test_a_whole_number_that_has_become_a_float_is_matched_as_the_number_it_was():
+    """As pandas writes an integer column with a hole into JSON; in a CSV file 42.0 is a text like any other."""
+    rows = [{"answer": answer} for answer in (42.0, 42, "42", "42.0", 0.5)]
+    assert common.exact_match([""] * 5, ["42"] * 5, rows) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert common.exact_match([""], [" 0.5\n"], rows[4:]) == [1.0]
+
+
 @pytest.mark.parametrize("text, answer", [
     ("so it costs $1,234.50", "1234.5"), ("-7 degrees", "-7"), ("it lost -$5", "-5"), ("about 12%", "12"),
     ("−3", "-3"), ("+8", "8"), ("0.50", "1/2"), ("so 3/4", r"\frac{3}{4}"), ("18", "18 apples"), ("so 5", "$5"),

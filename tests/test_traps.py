@@ -336,6 +336,20 @@ def test_a_step_that_trains_no_token_leaves_weights_and_optimizer_alone(name, tm
         assert all(torch.equal(x, two["optimizer"]["state"][key][k]) for k, x in state.items())
 
 
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "grpo", "gspo", "cispo"])
+def test_a_step_of_equal_rewards_after_one_with_a_signal_moves_nothing(name, tmp_path):
+    """Nor does it move Adam's state, whose momentum of the first step would carry on."""
+    reward = reward_file(tmp_path, "len(c) * (len(calls) == 1)", before="calls.append(0)")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n')  # nothing is evaluated, so the first call is step 1
+    options = SMALL | reward | {"dataset": str(tmp_path / "a.jsonl"), "kl_coef": 0.0, "num_steps": 2, "save_every": 1}
+    rows = train(name, tmp_path / "run", **options)
+    assert rows[0]["grad_norm"] > 0 == rows[1]["grad_norm"]
+    before, after = (weights_of(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2))
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    one, two = (torch.load(tmp_path / "run" / f"checkpoint-{step}" / "state.pt")["optimizer"] for step in (1, 2))
+    assert all(torch.equal(x, two["state"][key][k]) for key, state in one["state"].items() for k, x in state.items())
+
+
 @EVERY
 def test_in_bfloat16_the_first_kl_is_0_in_metrics_and_rewards(name, tmp_path, monkeypatch):
     """Policy and reference are one model: the sampler's rounding is not in the KL."""
