@@ -748,8 +748,8 @@ def load_policy(path, device, dtype, checkpoint=None, lora_rank=0, gradient_chec
 def load_reference(path: str, policy):
     """The frozen model that the policy started from; where an adapter is trained, the policy with its adapter off."""
     if hasattr(policy, "disable_adapter"):
-        model = copy.copy(policy)  # the same weights
-        model.forward = policy.disable_adapter()(policy.forward)
+        model = object.__new__(type(policy))  # the same weights; copy.copy calls __init__ where they are sharded
+        model.__dict__ = policy.__dict__ | {"forward": policy.disable_adapter()(policy.forward)}
         return model
     model = load_model(transformers.AutoModelForCausalLM, path)
     return placed(prepare(model, policy.compute_dtype, trainable=False), policy.device)

@@ -130,7 +130,7 @@ MUTANTS = [  # (files, which get the same edit, one mutant each; what stands the
     ("common.py", 'layer.forward = partial(recomputed, layer.forward, use_reentrant=False)', "pass"),
     ("common.py", "path if lora_rank else checkpoint or path)", "path)"),
     ("common.py", '"lora_alpha": 2 * lora_rank', '"lora_alpha": lora_rank'),
-    ("common.py", "model.forward = policy.disable_adapter()(policy.forward)", "model.forward = policy.forward"),
+    ("common.py", 'policy.__dict__ | {"forward": policy.disable_adapter()(policy.forward)}', "policy.__dict__"),
     # evaluation, checkpoints, rewards of a user's own job
     ("common.py", 'batch["rewards"].view(-1, num_samples).amax(1)', 'batch["rewards"].view(-1, num_samples).mean(1)'),
     ("common.py", 'key=(seed, "evaluate"))', 'key=(time.time(), "evaluate"))'),

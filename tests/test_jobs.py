@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -195,6 +196,32 @@ def test_a_package_that_an_option_needs_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SystemExit, match="^error: .*; pip install peft$"):
         run_command(["grpo.py", "--lora-rank", "4", "--output-dir", str(tmp_path / "run")])
+
+
+def test_a_reference_is_the_policy_without_its_adapter_and_shares_its_weights():
+    """Also where the policy's class wants arguments to be made, as a sharded one does."""
+
+    class Adapted(torch.nn.Linear):
+        adapter = 10.0
+
+        def __new__(cls, *sizes):
+            assert sizes
+            return super().__new__(cls)
+
+        @contextmanager
+        def disable_adapter(self):
+            self.adapter, before = 0.0, self.adapter
+            yield
+            self.adapter = before
+
+        def forward(self, x):
+            return super().forward(x) + self.adapter
+
+    policy, x = Adapted(2, 2), torch.ones(1, 2)
+    reference = common.load_reference("nowhere", policy)
+    for _ in range(2):  # the adapter is on again after each pass
+        torch.testing.assert_close(policy(x) - reference(x), torch.full((1, 2), 10.0))
+    assert reference.weight is policy.weight
 
 
 # --- prompts ---
