@@ -50,7 +50,7 @@ class Args:
     reward_model: str | None = None  # sequence-classification model with one label; tiny/reward if no reward is given
     reward_fn: tuple[str, ...] = ()  # exact_match, math_answer, path/to/file.py:function; several are summed
     reward_weights: tuple[float, ...] = ()  # one per reward, the reward model first; 0: only watched
-    dataset: str = "tiny/reviews.jsonl"  # JSONL, CSV or parquet file with a "prompt" column, or a hub id as id:split
+    dataset: str = "tiny/reviews.jsonl"  # JSONL or CSV file with a "prompt" column
     eval_dataset: str | None = None  # held-out prompts; by default NAME-eval.jsonl beside NAME.jsonl
     system_prompt: str | None = None  # makes a chat of every prompt, with this system message ("": the template's own)
     # rollout
