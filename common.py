@@ -29,6 +29,7 @@ import shutil
 import signal
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -101,7 +102,7 @@ class InPlaceLayer(DynamicLayer):
 def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids (B,) drawn from softmax(logits / temperature), and their log-probabilities; at temperature 0 the likeliest.
 
-    The cumulative distribution is inverted at uniform (B,), in float64: a float32 sum is too coarse for a large tail.
+    The cumulative distribution is inverted at uniform (B,), in its dtype: a float32 sum is too coarse for a large tail.
     """
     if temperature == 0:
         ids = logits.argmax(-1)
@@ -132,7 +133,7 @@ def sample_completions(policy, prompts: list[Prompt], uniform, stops: torch.Tens
     positions, prompt_width = (attention.cumsum(1) - 1).clamp(min=0), inputs.shape[1]
     cache = DynamicCache(config=policy.config)
     cache.layers = [InPlaceLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    has_attention = any(isinstance(layer, DynamicLayer) for layer in cache.layers)  # else states have left padding out
+    has_attention = any(isinstance(layer, DynamicLayer) for layer in cache.layers)  # else states passed over padding
     forward = partial(policy, cache=cache, use_cache=True, logits_to_keep=1)
     logits = forward(inputs, attention_mask=attention, position_ids=positions).logits[:, -1]
 
@@ -152,7 +153,7 @@ def sample_completions(policy, prompts: list[Prompt], uniform, stops: torch.Tens
         if left <= 0.75 * len(rows):
             cache.reorder_cache(running.nonzero()[:, 0])
             rows, ids, attention, positions, running = (x[running] for x in (rows, ids, attention, positions, running))
-        seen = attention[:, : prompt_width + t + 1] if has_attention else None  # Mamba would multiply by all of it
+        seen = attention[:, : prompt_width + t + 1] if has_attention else None  # Mamba would multiply its input by it
         logits = forward(ids[:, None], attention_mask=seen, position_ids=positions + t + 1).logits[:, -1]
     cut, new_ids, logprobs = {*rows[running].tolist()}, new_ids.tolist(), logprobs.tolist()
     return [(new_ids[i][:n], logprobs[i][:n], i in cut) for i, n in enumerate(length.tolist())]
@@ -170,7 +171,7 @@ def generate(policy, tokenizer, prompts, group_size, max_new_tokens, temperature
     sampled in pieces: as many at once as fit most_tokens tokens in the cache."""
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     at_once = max(1, most_tokens // (group_size * longest))
-    precision = torch.float32 if policy.device.type == "mps" else torch.float64  # which it has not
+    precision = torch.float32 if policy.device.type == "mps" else torch.float64  # mps has no float64
     uniform = torch.rand(len(prompts) * group_size, max_new_tokens, generator=generator(*key), dtype=precision)
     stops = torch.tensor(stop_ids(policy, tokenizer), device=policy.device)
 
@@ -245,7 +246,7 @@ def concatenate(first: dict, second: dict) -> dict:
 def minibatches(batch: dict, num_epochs: int, minibatch_size: int, key: tuple):
     """num_epochs passes over the batch, each in a new order, cut into minibatch_size rows (0: all; the last: fewer).
 
-    Raises InputError for a number of a trained token that is not finite, of the sampler or of a model."""
+    Raises InputError where a (B, T) entry is not finite under the mask."""
     B = len(batch["mask"])
     for name, x in batch.items():
         if torch.is_tensor(x) and x.shape == batch["mask"].shape and not (x.isfinite() | (batch["mask"] == 0)).all():
@@ -259,11 +260,11 @@ def minibatches(batch: dict, num_epochs: int, minibatch_size: int, key: tuple):
 def cut_rows(order: list[int], tokens_of: Callable, most_tokens: int, most_rows: int) -> list[list[int]]:
     """The rows, in this order, in pieces of at most most_rows rows, or tokens_of(rows) tokens; of one row at least."""
     pieces = []
-    for row in order:
-        if pieces and len(pieces[-1]) < most_rows and tokens_of([*pieces[-1], row]) <= most_tokens:
-            pieces[-1].append(row)
-        else:
-            pieces.append([row])
+    while order:
+        counts = range(1, min(len(order), most_rows) + 1)
+        fitting = bisect_right(counts, most_tokens, key=lambda n: tokens_of(order[:n]))
+        pieces.append(order[: max(1, fitting)])
+        order = order[max(1, fitting) :]
     return pieces
 
 
@@ -287,7 +288,7 @@ def microbatches(batch: dict, microbatch_tokens: int):
     cuts = [cut_rows(order, tokens_of, microbatch_tokens, most_rows) for order in (by_length, by_prompt)]
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     pieces = min(cuts, key=lambda pieces: sum(map(tokens_of, pieces)))
-    # all ranks run as many passes, for weights are gathered there: one without a piece gets a row that does not count
+    # all ranks run the same number of passes, since each gathers weights: what fills up is a row that does not count
     work = [(piece, True) for piece in pieces] + [(pieces[-1][:1], False)] * (-len(pieces) % NUM_RANKS)
     for piece, counts in work[RANK::NUM_RANKS]:
         rows = torch.tensor(piece, device=batch["mask"].device)
@@ -432,7 +433,7 @@ def loss_weights(mask: torch.Tensor, aggregation: str, max_new_tokens: int | Non
 
     "sequence": mean over a sequence's tokens, then over sequences (GRPO); "token": mean over all tokens (DAPO);
     "constant": sum over tokens / max_new_tokens, mean over sequences (Dr. GRPO); "sum": sum over tokens, mean over
-    sequences (RLOO). A row with an empty mask carries nothing but counts as a sequence."""
+    sequences (RLOO). A row with an empty mask carries nothing; it counts in the mean over sequences."""
     if aggregation == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     if aggregation == "token":
@@ -473,7 +474,7 @@ def at_last_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def from_first(rewards: torch.Tensor) -> torch.Tensor:
-    """(..., G): rewards minus the first; exactly 0 where rounding alone tells them apart (0.1 + 0.2 and 0.3)."""
+    """(..., G): rewards minus the first; exactly 0 where rounding alone tells them apart (4 units of it)."""
     apart = rewards - rewards[..., :1]
     size = rewards.abs().amax(-1, keepdim=True)
     return apart.masked_fill(apart.abs() <= 4 * torch.finfo(rewards.dtype).eps * size, 0.0)
@@ -497,7 +498,7 @@ def no_signal(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 # here, resume and output_dir, which make the run folder; a script may leave them out.
 
 Positive = Annotated[TypeVar("Number", int, float), "above 0"]
-Share = Annotated[float, "from 0 to 1"]  # any other number is 0 or more
+Share = Annotated[float, "from 0 to 1"]  # numbers that are neither: 0 or more
 asked_to_stop: list[int] = []  # the signals that have come
 
 
@@ -560,8 +561,8 @@ def parsed(Args: type, description: str):
         for name in [name for name in saved if getattr(args, name) != saved[name]]:
             say(f"resuming with --{name.replace('_', '-')} {getattr(args, name)} (was {saved[name]})")
     for name, kind in get_type_hints(Args, include_extras=True).items():
-        value, rule = getattr(args, name), "from 0 to 1" if "from 0 to 1" in str(kind) else "0 or more"
-        rule = "above 0" if "above 0" in str(kind) else rule
+        value, rules = getattr(args, name), ("above 0", "from 0 to 1")
+        rule = next((rule for rule in rules if rule in str(kind)), "0 or more")
         most = 1 if rule == "from 0 to 1" else sys.float_info.max
         if isinstance(value, int | float) and not (0 < value <= most or (value == 0 and rule != "above 0")):
             raise InputError(f"--{name.replace('_', '-')} must be {rule}, not {value}")
@@ -594,8 +595,7 @@ def on_every_rank(mine) -> list:
 
 
 def in_parts(fn: Callable, count: int) -> list:
-    """The lists fn(range) of all ranks' parts of count things, joined. One without a part does the last, to no effect:
-    there may be work that all ranks must do together."""
+    """The lists fn(range) of the ranks' parts of count things, joined; without a part, the last is done and dropped."""
     mine = range(count * RANK // NUM_RANKS, count * (RANK + 1) // NUM_RANKS)
     found = fn(mine or range(count - 1, count))
     return [thing for part in on_every_rank(found if mine else []) for thing in part]
@@ -684,7 +684,7 @@ def load_model(kind, path: str, **options):
     wrong = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     wrong |= {name for name in info["unexpected_keys"] if name.startswith("score.")}  # of a classifier
     if getattr(config := model.config.get_text_config(), "output_router_logits", False):
-        config.output_router_logits = False  # the loss that they are for has no place here
+        config.output_router_logits = False  # their auxiliary loss is in no objective here
     if wrong:
         kind = f"{type(model).__name__} ({options.get('num_labels', 'no')} label)"
         raise InputError(f"{path} is no {kind}: its weights do not fit at {', '.join(sorted(wrong)[:3])}")
@@ -847,15 +847,15 @@ def reward_model_fn(model, tokenizer, batch_tokens: int, system_prompt: str | No
     def fn(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
         ids, scores = [*map(ids_of, prompts, completions, rows)], {}
         longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        pieces = cut_rows(longest_first, lambda rows: len(rows) * len(ids[rows[0]]), batch_tokens, len(ids))
+        pieces = cut_rows(longest_first, lambda piece: len(piece) * len(ids[piece[0]]), batch_tokens, len(ids))
         with gathered(model), autocast(model), explained("the reward model can't read that many tokens, or not these"):
             for piece in pieces:
-                rows = [torch.tensor(ids[i], device=model.device) for i in piece]
+                texts = [torch.tensor(ids[i], device=model.device) for i in piece]
                 # NOTE: transformers reads a score at the last token that is not the pad id: no row may end in that one
                 pad_id = next(i for i in range(len(piece) + 1) if i not in [ids[row][-1] for row in piece])
                 model.config.get_text_config().pad_token_id = pad_id
-                inputs = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-                attention = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                inputs = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+                attention = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
                 logits = model(input_ids=inputs, attention_mask=attention).logits[:, 0]
                 scores |= zip(piece, logits.float().tolist(), strict=True)
         return [scores[i] for i in range(len(ids))]
@@ -1166,7 +1166,7 @@ class Logger:
         say(f"run folder: {self.dir}{f', after step {start}' * (start > 0)}; --resume {self.dir} goes on with it")
 
     def log(self, step: int, metrics: dict, samples: list[dict]) -> None:
-        """A line in each file and one on the screen, and with an evaluation a held-out sample."""
+        """A line in each file and one on the screen; with an evaluation a held-out sample, of several the worst."""
         if RANK > 0:
             return
         with suppress(FileNotFoundError):  # what was typed beside --resume has worked

@@ -35,7 +35,7 @@ class Args:
     # run
     output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
-    seed: int = 0  # same seed, same metrics
+    seed: int = 0  # same seed, same draws; on a CPU the same run
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes, not weights; auto: bfloat16 on cuda
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
@@ -70,7 +70,7 @@ class Args:
     aggregation: Literal["sequence", "token", "constant"] = "sequence"  # what the loss is averaged over
     dynamic_sampling: int = 0  # at most N rounds in which new prompts replace groups of equal rewards (DAPO); 0: off
     overlong_buffer: int = 0  # penalty rising to 1 over the last N tokens before max_new_tokens (DAPO); 0: off
-    mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); they count as rows all the same
+    mask_truncated: bool = False  # no loss on completions without a stop token (DAPO); their rewards count in the group
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # optimization
     num_epochs: Positive[int] = 1  # passes over a batch
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
-    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else a KL from it is not 0 at first
     if state["step"] == 0 and eval_prompts:
         logger.log(0, *held_out())
     for step in range(state["step"] + 1, args.num_steps + 1):

@@ -40,7 +40,7 @@ class Args:
     # run
     output_dir: str | None = None  # run folder; by default runs/SCRIPT-DATE-TIME
     resume: str | None = None  # run folder to continue from its newest checkpoint, with its flags
-    seed: int = 0  # same seed, same metrics
+    seed: int = 0  # same seed, same draws; on a CPU the same run
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes, not weights; auto: bfloat16 on cuda
     eval_every: int = 25  # steps between evaluations on held-out prompts; 0: before and after only
@@ -73,7 +73,7 @@ class Args:
     normalize_rewards: bool = False  # standardize the rewards of a batch
     gamma: common.Share = 1.0  # discount per token
     gae_lambda: common.Share = 1.0  # 0: one-step temporal difference, 1: Monte-Carlo return minus value
-    vf_coef: float = 0.1  # weight of the value loss; with a value model of its own Adam undoes it
+    vf_coef: float = 0.1  # weight of the value loss; next to nothing with a value model of its own, and Adam
     value_clip: float = 0.2  # values move at most this far from the old ones before their loss is clipped
     value_lr: float = 1e-3  # learning rate of the value model
     value_model: str | None = None  # where it starts; by default the reward model, else the policy with a zero head
@@ -249,7 +249,7 @@ def main(args: Args) -> None:
         common.evaluate, rollout, reward_fns, eval_prompts, args.eval_samples, args.eval_temperature, args.seed
     )
     no_grad_pass = partial(common.no_grad_pass, microbatch_tokens=args.microbatch_tokens)
-    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else its KL would not start at 0
+    sampler_is_exact = dtype == torch.float32 and args.is_correction_cap == 0  # else a KL from it is not 0 at first
 
     def old_pass(micro: dict) -> torch.Tensor:  # NOTE: the policy first, a shared value head reads its hidden states
         return torch.stack([common.logprobs_of(policy, args.temperature, micro), value_model(micro)])
